@@ -1,0 +1,1 @@
+"""Checkpoint formats: what vLLM serves, and what training resumes from."""

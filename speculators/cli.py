@@ -1,0 +1,117 @@
+"""The ``speculators`` command: every stage of the pipeline without Prefect."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from speculators import stages
+from speculators.config import load_config
+from speculators.errors import PipelineError
+from speculators.manifest import Manifest
+from speculators.progress import TerminalProgress
+
+app = typer.Typer(
+    name="speculators",
+    help="Retrain speculative-decoding drafters, one stage at a time.\n\nThe stages, in order: regenerate-responses,"
+    " prepare-data, generate-offline-data, train, export, evaluate. Give every one of them the same configuration: each"
+    " finds what the one before left in the store, skips what is finished and resumes what is not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML file with the configuration. Without it: SmolLM2-135M on this machine's CPU."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", help="Override one field, for example -s train.epochs=3. May be repeated."),
+]
+
+
+def _open(config: Path | None, overrides: list[str] | None) -> stages.Retraining:
+    return stages.open_retraining(load_config(config, overrides))
+
+
+def _report(run: stages.Retraining, manifest: Manifest) -> None:
+    plan = next(p for p in stages.stage_plans(run) if p.fingerprint == manifest.fingerprint)
+    typer.echo(f"{manifest.stage.value}: {run.store.url_of(plan.directory)}")
+    typer.echo(json.dumps(manifest.figures, indent=2))
+
+
+@app.command("regenerate-responses")
+def regenerate_responses(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Let the verifier answer the prompts; the drafter will learn from its own words."""
+    run = _open(config, override)
+    _report(run, stages.run_regenerate(run, TerminalProgress()))
+
+
+@app.command("prepare-data")
+def prepare_data(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Turn the answers into token ids and loss masks, split by prompt, and choose the draft vocabulary."""
+    run = _open(config, override)
+    _report(run, stages.run_prepare(run))
+
+
+@app.command("generate-offline-data")
+def generate_offline_data(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Extract the verifier's hidden states with vLLM into the store."""
+    run = _open(config, override)
+    _report(run, stages.run_extract(run, TerminalProgress()))
+
+
+@app.command("train")
+def train(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Train the drafter with torchrun on the extracted hidden states; a killed run resumes."""
+    run = _open(config, override)
+    _report(run, stages.run_train(run, TerminalProgress(), _ignore))
+
+
+@app.command("export")
+def export(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Validate the best checkpoint and write the folder that vLLM serves."""
+    run = _open(config, override)
+    _report(run, stages.run_export(run))
+    typer.echo(f"serve it: python -m vllm.entrypoints.openai.api_server --model {stages.drafter_folder(run)}")
+
+
+@app.command("evaluate")
+def evaluate(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Measure acceptance and throughput in vLLM on the held-out prompts, with and without the drafter."""
+    run = _open(config, override)
+    _report(run, stages.run_evaluate(run, TerminalProgress()))
+
+
+@app.command("plan")
+def plan(config: ConfigOption = None, override: SetOption = None) -> None:
+    """Show each stage's place in the store and whether it is finished. Runs nothing."""
+    run = _open(config, override)
+    for stage in stages.stage_plans(run):
+        state = "finished" if stage.finished(run.store) else "to do"
+        typer.echo(f"{stage.stage.value:<12}{state:<10}{run.store.url_of(stage.directory)}")
+
+
+def _ignore(metrics: dict[str, Any]) -> None:
+    """The command shows metrics in the progress bar; the records lie in metrics.jsonl of the stage's folder."""
+
+
+def main() -> None:
+    """Entry point: a :class:`PipelineError` is printed without a traceback and ends with exit status 1."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except PipelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

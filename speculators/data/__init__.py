@@ -1,0 +1,1 @@
+"""Prompts in, conversations, token ids, loss masks and vocabulary mappings out."""

@@ -1,0 +1,1 @@
+"""Acceptance measured in vLLM, the reference decoder, and plots."""

@@ -1,0 +1,1 @@
+"""Hidden states of the verifier: their format in the store, writer, reader and extraction by vLLM."""

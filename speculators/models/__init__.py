@@ -1,0 +1,1 @@
+"""Drafting methods, one a file, and the parts that they share."""

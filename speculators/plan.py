@@ -1,0 +1,100 @@
+"""What a configuration means before anything runs: every stage's fingerprint and place in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from speculators.config import RetrainConfig
+from speculators.data.prompts import prompts_digest
+from speculators.manifest import Stage, StagePlan
+from speculators.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class RetrainPlan:
+    """The stages of one retraining, each determined by its inputs' fingerprints and its own parameters."""
+
+    regenerate: StagePlan
+    prepare: StagePlan
+    extract: StagePlan
+    train: StagePlan
+    export: StagePlan
+    evaluate: StagePlan
+
+
+def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
+    """Derive all stages' fingerprints from the configuration, the verifier and the prompts' content.
+
+    Parameters that change only how fast a stage runs (concurrency, retries, processes' time-outs) do not count.
+
+    Raises:
+        DataError: The prompts cannot be read.
+    """
+    regenerate = StagePlan(
+        Stage.REGENERATE,
+        {
+            "verifier": verifier.fingerprint,
+            "prompts": prompts_digest(config.regenerate.prompts),
+            "parameters": _section(config.regenerate, exclude={"prompts", "concurrency", "request_timeout_s", "max_retries"}),
+            "dtype": config.serving.dtype,
+            "max_model_len": config.serving.max_model_len,
+        },
+    )
+    prepare = StagePlan(
+        Stage.PREPARE, {"regenerate": regenerate.fingerprint, "parameters": _section(config.prepare)}
+    )
+    layer_ids = extraction_layer_ids(config, verifier)
+    extract = StagePlan(
+        Stage.EXTRACT,
+        {
+            "verifier": verifier.fingerprint,
+            "prepare": prepare.fingerprint,
+            "layer_ids": layer_ids,
+            "dtype": config.extract.dtype,
+            "serving_dtype": config.serving.dtype,
+            "shard_mib": config.extract.shard_mib,
+        },
+    )
+    train = StagePlan(
+        Stage.TRAIN,
+        {
+            "extract": extract.fingerprint,
+            "parameters": _section(config.train, exclude={"device", "checkpoint_every_steps"}),
+            "num_speculative_tokens": config.evaluate.num_speculative_tokens,
+        },
+    )
+    export = StagePlan(Stage.EXPORT, {"train": train.fingerprint})
+    return RetrainPlan(
+        regenerate, prepare, extract, train, export, plan_evaluation(config, prepare, export.fingerprint, verifier)
+    )
+
+
+def plan_evaluation(config: RetrainConfig, prepare: StagePlan, drafter: str, verifier: Verifier) -> StagePlan:
+    """The evaluation of any drafter (by fingerprint) on the held-out prompts of a prepared dataset."""
+    return StagePlan(
+        Stage.EVALUATE,
+        {
+            "drafter": drafter,
+            "verifier": verifier.fingerprint,
+            "prepare": prepare.fingerprint,
+            "parameters": _section(config.evaluate),
+            "dtype": config.serving.dtype,
+            "max_num_seqs": config.serving.max_num_seqs,
+        },
+    )
+
+
+def auxiliary_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
+    """Layers that feed the drafter: the configured ones, or ``[2, L//2, L-3]`` for L decoder layers."""
+    layers = verifier.num_layers
+    return config.extract.aux_layer_ids or sorted({min(2, layers), layers // 2, max(layers - 3, 1)})
+
+
+def extraction_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
+    """Layers to extract: the auxiliary ones, then the last one (whose states give the verifier's own logits)."""
+    return [*auxiliary_layer_ids(config, verifier), verifier.num_layers]
+
+
+def _section(section: Any, exclude: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
+    return section.model_dump(mode="json", exclude=set(exclude))

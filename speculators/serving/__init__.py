@@ -1,0 +1,1 @@
+"""Starting, watching and stopping vLLM, and talking to it."""

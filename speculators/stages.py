@@ -1,0 +1,170 @@
+"""The stages of one retraining as plain functions: what the command runs, and what the Prefect tasks wrap.
+
+Every function returns the stage's manifest. A stage that has finished before, with the same fingerprint, returns its
+manifest at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculators.checkpoints.export import export
+from speculators.config import RetrainConfig
+from speculators.data.prepare import prepare
+from speculators.data.regenerate import regenerate
+from speculators.errors import ConfigError
+from speculators.evaluation.evaluate import evaluate
+from speculators.hidden_states.extract import extract
+from speculators.manifest import Manifest, StagePlan
+from speculators.plan import RetrainPlan, auxiliary_layer_ids, extraction_layer_ids, plan_evaluation, plan_retraining
+from speculators.progress import Progress
+from speculators.serving.vllm_server import VllmServer
+from speculators.store import Store
+from speculators.training.launch import train
+from speculators.verifier import Verifier, resolve_verifier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retraining:
+    """One retraining, ready to run: its configuration, verifier, store and the plan that follows from them."""
+
+    config: RetrainConfig
+    verifier: Verifier
+    store: Store
+    plan: RetrainPlan
+
+    @property
+    def work_dir(self) -> Path:
+        """Local folder for caches and logs."""
+        return Path(self.config.work_dir)
+
+
+def open_retraining(config: RetrainConfig) -> Retraining:
+    """Resolve the verifier, check the store and derive the plan. Whatever is wrong is found here, before any work.
+
+    Raises:
+        PipelineError: The verifier, the store, the prompts or a combination of fields cannot work; says what to do.
+    """
+    store = Store(config.store, cache_dir=Path(config.work_dir) / "cache")
+    store.check_writable()
+    verifier = resolve_verifier(config)
+    _check_fits(config, verifier)
+    return Retraining(config, verifier, store, plan_retraining(config, verifier))
+
+
+def _check_fits(config: RetrainConfig, verifier: Verifier) -> None:
+    """Refuse what vLLM would refuse later."""
+    layers = verifier.num_layers
+    for layer in auxiliary_layer_ids(config, verifier):
+        if not 0 <= layer < layers:
+            raise ConfigError(
+                f"extract.aux_layer_ids: layer {layer} does not exist; {verifier.source} has {layers} decoder layers,"
+                f" so ids go from 0 (embedding) to {layers - 1}."
+            )
+    draft_vocab = config.prepare.draft_vocab_size
+    if draft_vocab is not None and draft_vocab > verifier.vocab_size:
+        raise ConfigError(
+            f"prepare.draft_vocab_size ({draft_vocab}) is larger than the verifier's vocabulary ({verifier.vocab_size})."
+        )
+    longest = verifier.config.get("max_position_embeddings")
+    if longest and config.serving.max_model_len > longest:
+        raise ConfigError(
+            f"serving.max_model_len ({config.serving.max_model_len}) is more than {verifier.source} can: {longest}."
+        )
+
+
+def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
+    """Answer all prompts by the verifier, in a vLLM server started here unless endpoints are configured."""
+    if (done := run.plan.regenerate.finished(run.store)) is not None:
+        return done
+    serving = run.config.serving
+    server = (
+        nullcontext()
+        if serving.endpoints
+        else VllmServer(serving, run.verifier.path, run.work_dir, name="vllm-regenerate")
+    )
+    with server as started:
+        endpoints = serving.endpoints or [started.url]  # type: ignore[union-attr]
+        return regenerate(run.config, run.plan.regenerate, run.store, run.verifier, endpoints, progress)
+
+
+def run_prepare(run: Retraining) -> Manifest:
+    """Token ids, loss masks, splits by prompt and the draft vocabulary."""
+    return prepare(run.config, run.plan.prepare, run.plan.regenerate, run.store, run.verifier)
+
+
+def run_extract(run: Retraining, progress: Progress) -> Manifest:
+    """Hidden states of all training and validation samples, written to the store by vLLM."""
+    layers = extraction_layer_ids(run.config, run.verifier)
+    return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, layers, progress)
+
+
+def run_train(run: Retraining, progress: Progress, on_metrics: Callable[[dict[str, Any]], None]) -> Manifest:
+    """Train the drafter under torchrun; every metrics record goes to ``on_metrics`` while it runs."""
+    return train(
+        run.config,
+        run.plan.train,
+        run.plan.prepare,
+        run.plan.extract,
+        run.store,
+        run.verifier,
+        auxiliary_layer_ids(run.config, run.verifier),
+        progress,
+        on_metrics,
+    )
+
+
+def run_export(run: Retraining) -> Manifest:
+    """The best checkpoint, validated, as the folder that vLLM serves."""
+    return export(run.config, run.plan.export, run.plan.train, run.store, run.verifier)
+
+
+def run_evaluate(run: Retraining, progress: Progress) -> Manifest:
+    """Acceptance, throughput and losslessness of the new drafter on the held-out prompts."""
+    predicted = run.plan.train.require(run.store, "speculators train").figures.get("predicted_acceptance_length")
+    return evaluate(
+        run.config,
+        run.plan.evaluate,
+        run.plan.prepare,
+        drafter_folder(run),
+        run.store,
+        run.verifier,
+        progress,
+        predicted_acceptance_length=predicted,
+    )
+
+
+def run_evaluate_other(run: Retraining, drafter: str, folder: Path, progress: Progress) -> Manifest:
+    """Acceptance of another drafter (the champion) on this retraining's held-out prompts.
+
+    Args:
+        drafter: The other drafter's fingerprint.
+        folder: Its folder, whose config.json names this retraining's verifier.
+    """
+    full = plan_evaluation(run.config, run.plan.prepare, drafter, run.verifier)
+    if (done := full.finished(run.store)) is not None:
+        return done
+    config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"reference_prompts": 0})}
+    )
+    plan = plan_evaluation(config, run.plan.prepare, drafter, run.verifier)
+    return evaluate(config, plan, run.plan.prepare, folder, run.store, run.verifier, progress)
+
+
+def drafter_folder(run: Retraining) -> Path:
+    """Local folder of the exported drafter, the one to give to ``vllm serve``."""
+    run.plan.export.require(run.store, "speculators export")
+    return run.store.local_copy(run.plan.export.directory)
+
+
+def stage_plans(run: Retraining) -> list[StagePlan]:
+    """All stages in the order in which they run."""
+    return [getattr(run.plan, field.name) for field in dataclasses.fields(run.plan)]

@@ -1,0 +1,1 @@
+"""Batches, optimiser, trainer, training state and the torchrun launcher."""

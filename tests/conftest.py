@@ -1,0 +1,132 @@
+"""Fixtures shared by all tests: the real verifier, real servers, and how to find processes left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from speculators.config import RetrainConfig
+from speculators.progress import TerminalProgress
+from speculators.serving.vllm_server import VllmServer
+from speculators.store import Store
+from speculators.verifier import Verifier, resolve_verifier
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("SPECULATORS_SERVING_PYTHON", str(ROOT / ".venv-serving" / "bin" / "python"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def verifier() -> Verifier:
+    """SmolLM2-135M-Instruct, dequantised once into the project's work folder and kept between test runs."""
+    return resolve_verifier(RetrainConfig(work_dir=str(ROOT / "work")))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty local store."""
+    return Store(tmp_path / "store", cache_dir=tmp_path / "cache")
+
+
+@pytest.fixture
+def progress() -> TerminalProgress:
+    """A progress bar that goes to the captured output."""
+    return TerminalProgress()
+
+
+@pytest.fixture(scope="session")
+def plain_server(verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Real vLLM serving the verifier without a drafter, shared by all tests that need one."""
+    config = RetrainConfig()
+    with VllmServer(config.serving, verifier.path, tmp_path_factory.mktemp("plain-server"), name="plain") as server:
+        yield server
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """Start a server process and wait until a URL of it answers; all end with the session."""
+    running: list[subprocess.Popen[bytes]] = []
+    folder = tmp_path_factory.mktemp("services")
+
+    def start(name: str, command: list[str], ready_url: str, env: dict[str, str] | None = None) -> None:
+        log = folder / f"{name}.log"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=output, stderr=output, cwd=folder)
+        running.append(process)
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(ready_url, timeout=2)
+                return
+            except urllib.error.HTTPError:
+                return
+            except OSError:
+                time.sleep(0.5)
+        pytest.fail(f"{name} did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+    yield start
+    for process in running:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
+            child.kill()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(start_service: Callable[..., None]) -> str:
+    """URL of a real HTTP S3 endpoint (moto's server)."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    start_service("s3", command, f"http://127.0.0.1:{port}/moto-api/")
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def s3_bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh bucket on the S3 endpoint, with the environment pointing there."""
+    import s3fs
+
+    for name, value in s3_environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = f"test-{time.monotonic_ns()}"
+    s3fs.S3FileSystem().mkdir(bucket)
+    return bucket
+
+
+def s3_environment(endpoint: str) -> dict[str, str]:
+    """What a process needs to use the S3 endpoint."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test-key-id",
+        "AWS_SECRET_ACCESS_KEY": "test-secret-key",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below a process, now."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_gone(processes: list[psutil.Process], timeout_s: float = 30) -> list[psutil.Process]:
+    """Wait until processes have ended; returns those that have not."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
