@@ -1,6 +1,6 @@
 """The main job: retrain a drafter and promote it if it is better.
 
-Run it here with ``python -m flows.retrain [--config FILE] [--set section.field=value]``, or deploy it with prefect.yaml.
+Run it here with ``python -m flows.retrain [--config FILE] [--set section.field=value]``, or deploy it (prefect.yaml).
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main() -> None:
     """Run the flow in this process and print its summary; exit status 1 and one clear line on an error."""
     parser = argparse.ArgumentParser(prog="python -m flows.retrain", description="Retrain a drafter, end to end.")
     parser.add_argument("--config", "-c", help="YAML file; without it, SmolLM2-135M on this machine's CPU")
-    parser.add_argument("--set", "-s", action="append", default=[], metavar="FIELD=VALUE", help="for example train.epochs=3")
+    parser.add_argument(
+        "--set", "-s", action="append", default=[], metavar="FIELD=VALUE", help="for example train.epochs=3"
+    )
     arguments = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

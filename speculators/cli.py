@@ -28,7 +28,9 @@ app = typer.Typer(
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="YAML file with the configuration. Without it: SmolLM2-135M on this machine's CPU."),
+    typer.Option(
+        "--config", "-c", help="YAML file with the configuration. Without it: SmolLM2-135M on this machine's CPU."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

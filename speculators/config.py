@@ -49,7 +49,8 @@ class ServingConfig(Section):
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="What vLLM runs on.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "float32", description="Verifier's dtype in vLLM. On a GPU use 'auto'; on a CPU without AVX-512 float32 is fastest."
+        "float32",
+        description="Verifier's dtype in vLLM. On a GPU use 'auto'; on a CPU without AVX-512 float32 is fastest.",
     )
     max_model_len: int = Field(1024, ge=16, description="Longest sequence (prompt and answer) in tokens.")
     max_num_seqs: int = Field(64, ge=1, description="Most requests that vLLM runs at once.")
@@ -64,7 +65,8 @@ class RegenerateConfig(Section):
     """Answers of the verifier to the prompts: what the drafter learns to predict."""
 
     prompts: str | None = Field(
-        None, description="JSONL file or fsspec URL with one prompt a line. Empty: the prompts that come with the project."
+        None,
+        description="JSONL file or fsspec URL with one prompt a line. Empty: the prompts that come with the project.",
     )
     max_prompts: int | None = Field(None, ge=1, description="Use only the first N prompts.")
     max_tokens: int = Field(160, ge=1, description="Longest answer in tokens.")
@@ -84,7 +86,9 @@ class PrepareConfig(Section):
     held_out_prompts: int = Field(40, ge=1, description="Prompts kept for evaluation, never trained on.")
     validation_prompts: int = Field(24, ge=1, description="Prompts kept for choosing the best checkpoint.")
     draft_vocab_size: int | None = Field(
-        8192, ge=8, description="Tokens that the drafter can propose (the most frequent ones). Empty: the whole vocabulary."
+        8192,
+        ge=8,
+        description="Tokens that the drafter can propose (the most frequent ones). Empty: the whole vocabulary.",
     )
     split_seed: int = Field(0, description="Seed of the split by prompt.")
 
@@ -94,7 +98,7 @@ class ExtractConfig(Section):
 
     aux_layer_ids: list[int] | None = Field(
         None,
-        description="Decoder layers whose outputs feed the drafter (0 is the embedding's output). Empty: [2, L//2, L-3].",
+        description="Decoder layers whose outputs feed the drafter (0: embedding's output). Empty: [2, L//2, L-3].",
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="How hidden states are stored.")
     shard_mib: int = Field(256, ge=1, description="Target size of a shard in MiB.")
@@ -106,7 +110,9 @@ class TrainConfig(Section):
 
     method: Literal["eagle3"] = Field("eagle3", description="Drafting method.")
     num_layers: int = Field(1, ge=1, description="Draft layers.")
-    ttt_steps: int = Field(3, ge=1, description="Training-time-test steps: how far the drafter is unrolled in training.")
+    ttt_steps: int = Field(
+        3, ge=1, description="Training-time-test steps: how far the drafter is unrolled in training."
+    )
     step_decay: float = Field(1.0, gt=0, description="Weight of step k in the loss is step_decay**k.")
     epochs: int = Field(6, ge=1, description="Passes over the training samples.")
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate (AdamW, linear warm-up, cosine decay).")
@@ -116,7 +122,9 @@ class TrainConfig(Section):
     tokens_per_batch: int = Field(1024, ge=16, description="Tokens in one batch of one process (packed samples).")
     processes: int = Field(2, ge=1, description="Processes (GPUs) on each node, started by torchrun.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="gloo on cpu, NCCL on cuda.")
-    checkpoint_every_steps: int = Field(50, ge=1, description="Training state is saved every N steps and at each epoch's end.")
+    checkpoint_every_steps: int = Field(
+        50, ge=1, description="Training state is saved every N steps and at each epoch's end."
+    )
     seed: int = Field(0, description="Seed of initialisation and of the order of samples.")
 
 
@@ -127,10 +135,14 @@ class EvaluateConfig(Section):
     max_tokens: int = Field(128, ge=1, description="Longest answer in tokens.")
     concurrency: int = Field(8, ge=1, description="Requests in flight.")
     near_tie_logprob: float = Field(
-        0.05, ge=0, description="Where greedy outputs part, both tokens' log-probabilities must differ by less than this."
+        0.05,
+        ge=0,
+        description="Where greedy outputs part, both tokens' log-probabilities must differ by less than this.",
     )
     reference_prompts: int | None = Field(
-        None, ge=0, description="Prompts that the reference decoder repeats in torch. Empty: all held-out prompts; 0: none."
+        None,
+        ge=0,
+        description="Prompts that the reference decoder repeats in torch. Empty: all held-out prompts; 0: none.",
     )
 
 
@@ -149,7 +161,9 @@ class TrackingConfig(Section):
 class RetrainConfig(Section):
     """Everything that one retraining needs. All fields have defaults that run on a laptop without a GPU."""
 
-    store: str = Field("work/store", description="Where every stage reads and writes: a folder or an fsspec URL (s3://bucket/prefix).")
+    store: str = Field(
+        "work/store", description="Where every stage reads and writes: a folder or an fsspec URL (s3://bucket/prefix)."
+    )
     work_dir: str = Field("work", description="Local folder for caches and logs.")
     verifier: VerifierConfig = VerifierConfig()
     serving: ServingConfig = ServingConfig()
@@ -196,7 +210,9 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a mapping of fields (store: ..., train: ...), not {type(values).__name__}.")
+            raise ConfigError(
+                f"{path} must hold a mapping of fields (store: ..., train: ...), not {type(values).__name__}."
+            )
     for override in overrides or []:
         name, sep, text = override.partition("=")
         if not sep:
@@ -226,5 +242,7 @@ def _describe(error: ValidationError, where: str) -> str:
             lines.append(f"  {name}: unknown field; known here: {', '.join(section.model_fields)}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"  {name or 'configuration'}: {message} (given: {item['input']!r})" if name else f"  {message}")
+            lines.append(
+                f"  {name or 'configuration'}: {message} (given: {item['input']!r})" if name else f"  {message}"
+            )
     return "\n".join(lines)

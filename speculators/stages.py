@@ -72,7 +72,7 @@ def _check_fits(config: RetrainConfig, verifier: Verifier) -> None:
     draft_vocab = config.prepare.draft_vocab_size
     if draft_vocab is not None and draft_vocab > verifier.vocab_size:
         raise ConfigError(
-            f"prepare.draft_vocab_size ({draft_vocab}) is larger than the verifier's vocabulary ({verifier.vocab_size})."
+            f"prepare.draft_vocab_size ({draft_vocab}) exceeds the verifier's vocabulary ({verifier.vocab_size})."
         )
     longest = verifier.config.get("max_position_embeddings")
     if longest and config.serving.max_model_len > longest:
@@ -152,9 +152,7 @@ def run_evaluate_other(run: Retraining, drafter: str, folder: Path, progress: Pr
     full = plan_evaluation(run.config, run.plan.prepare, drafter, run.verifier)
     if (done := full.finished(run.store)) is not None:
         return done
-    config = run.config.model_copy(
-        update={"evaluate": run.config.evaluate.model_copy(update={"reference_prompts": 0})}
-    )
+    config = run.config.model_copy(update={"evaluate": run.config.evaluate.model_copy(update={"reference_prompts": 0})})
     plan = plan_evaluation(config, run.plan.prepare, drafter, run.verifier)
     return evaluate(config, plan, run.plan.prepare, folder, run.store, run.verifier, progress)
 

@@ -63,7 +63,9 @@ class Store:
     def __init__(self, url: str | Path, cache_dir: str | Path = "work/cache") -> None:
         self.url = str(url).rstrip("/")
         if "@" in self.url.partition("://")[2].split("/")[0]:
-            raise StoreError("The store's URL carries credentials. Put them into the environment (AWS_ACCESS_KEY_ID, ...).")
+            raise StoreError(
+                "The store's URL carries credentials. Put them into the environment (AWS_ACCESS_KEY_ID, ...)."
+            )
         options = {"use_listings_cache": False} if self.url.startswith("s3://") else {}
         try:
             self.fs, self.root = url_to_fs(self.url, **options)
@@ -140,7 +142,9 @@ class Store:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise StoreError(f"{self.url_of(path)} is not valid JSON ({error}). Delete it to have it made anew.") from error
+            raise StoreError(
+                f"{self.url_of(path)} is not valid JSON ({error}). Delete it to have it made anew."
+            ) from error
 
     def write_json(self, path: str, value: Any) -> None:
         """Write a value as indented JSON, atomically."""
@@ -239,10 +243,15 @@ class _explained:
                 " kept and the next run goes on from there."
             ) from error
         if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENOTDIR):
-            raise StoreError(f"{where}: {os.strerror(error.errno)}. Set `store` to a folder that can be written.") from error
+            raise StoreError(
+                f"{where}: {os.strerror(error.errno)}. Set `store` to a folder that can be written."
+            ) from error
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
             raise StoreError(f"{where}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from error
         if type(error).__name__ in ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionError"):
             raise StoreError(f"{where}: the endpoint does not answer ({error}). Check AWS_ENDPOINT_URL.") from error
-        if isinstance(error, (OSError, ValueError, fsspec.exceptions.FSTimeoutError)) or "botocore" in type(error).__module__:
+        if (
+            isinstance(error, (OSError, ValueError, fsspec.exceptions.FSTimeoutError))
+            or "botocore" in type(error).__module__
+        ):
             raise StoreError(f"{where}: {error}") from error

@@ -105,7 +105,9 @@ def read_verifier(path: Path, source: str, revision: str | None, cache: Path) ->
     text = full.get("text_config", full)
     missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads") if k not in text]
     if missing:
-        raise CheckpointError(f"{config_file} lacks {', '.join(missing)}: not a decoder that a drafter can be trained for.")
+        raise CheckpointError(
+            f"{config_file} lacks {', '.join(missing)}: not a decoder that a drafter can be trained for."
+        )
     files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix in _IDENTITY_SUFFIXES)
     if not any(f.suffix in _WEIGHT_SUFFIXES for f in files):
         raise CheckpointError(f"{path} has no *.safetensors. Convert the checkpoint to safetensors first.")
@@ -145,7 +147,9 @@ def _hub_verifier(model: str, revision: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+                model,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"],
             )
         )
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:

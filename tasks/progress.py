@@ -43,7 +43,9 @@ class PrefectProgress(TerminalProgress):
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.finish()
         self._closing.set()
         self._thread.join(timeout=30)

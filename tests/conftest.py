@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from speculators.serving.vllm_server import VllmServer
 
 from speculators.config import RetrainConfig
 from speculators.progress import TerminalProgress
-from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
 from speculators.verifier import Verifier, resolve_verifier
 
@@ -68,7 +68,9 @@ def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     def start(name: str, command: list[str], ready_url: str, env: dict[str, str] | None = None) -> None:
         log = folder / f"{name}.log"
         with open(log, "wb") as output:
-            process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=output, stderr=output, cwd=folder)
+            process = subprocess.Popen(
+                command, env={**os.environ, **(env or {})}, stdout=output, stderr=output, cwd=folder
+            )
         running.append(process)
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
