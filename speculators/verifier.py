@@ -95,14 +95,9 @@ def read_verifier(path: Path, source: str, revision: str | None, cache: Path) ->
     Raises:
         CheckpointError: config.json or the weights are missing or unusable; the message names the file.
     """
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: it has no config.json.")
-    try:
-        full = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{config_file} is not valid JSON: {error}") from error
+    full = _read_config(path)
     text = full.get("text_config", full)
+    config_file = path / "config.json"
     missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads") if k not in text]
     if missing:
         raise CheckpointError(
@@ -120,6 +115,26 @@ def read_verifier(path: Path, source: str, revision: str | None, cache: Path) ->
         config=text,
         architectures=full.get("architectures") or [],
     )
+
+
+def read_text_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder; its ``text_config`` where it has one (vision-language models).
+
+    Raises:
+        CheckpointError: It is missing or not JSON.
+    """
+    full = _read_config(path)
+    return full.get("text_config", full)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: it has no config.json.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
 
 
 def _cached_digests(files: list[Path], cache_file: Path) -> dict[str, str]:

@@ -60,3 +60,8 @@ def test_missing_file() -> None:
 def test_override_without_value() -> None:
     with pytest.raises(ConfigError, match="must look like"):
         load_config(None, ["train.epochs"])
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "infra" / "configurations").glob("*.yaml")))
+def test_shipped_configurations_are_valid(file: Path) -> None:
+    assert load_config(file) != RetrainConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +29,10 @@ def files(store: Path, pattern: str) -> list[Path]:
     return [path for path in store.glob(pattern) if not path.name.startswith(".")]
 
 
+def _evaluating(flow: FlowProcess) -> bool:
+    return "vLLM is starting" in flow.output().rpartition("export")[2]
+
+
 def test_killed_in_every_stage(start_flow: Callable[..., FlowProcess], tmp_path: Path, verifier: object) -> None:
     """SIGTERM, then SIGKILL in each long stage; each time all processes end, and the run goes on from where it was."""
     store = tmp_path / "store"
@@ -44,7 +49,7 @@ def test_killed_in_every_stage(start_flow: Callable[..., FlowProcess], tmp_path:
         flow = start_flow(config)
         flow.wait_until(condition)
         if stage is Stage.EVALUATE:
-            flow.wait_until(lambda: "vLLM is starting" in flow.output().rpartition("export")[2])
+            flow.wait_until(partial(_evaluating, flow))
         left = flow.interrupt(how)
         assert not left, f"{how.name} in {stage.value} left {left}"
         now = manifests(store)

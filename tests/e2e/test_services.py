@@ -48,17 +48,10 @@ def services(
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
     folder = tmp_path_factory.mktemp("mlflow")
-    start_service(
-        "mlflow",
-        [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-        + [
-            "--backend-store-uri",
-            f"sqlite:///{folder}/mlflow.db",
-            "--artifacts-destination",
-            str(folder / "artifacts"),
-        ],
-        f"{uri}/health",
-    )
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    start_service("mlflow", command, f"{uri}/health")
     environment = s3_environment(s3_endpoint)
     s3 = s3fs.S3FileSystem(
         key=environment["AWS_ACCESS_KEY_ID"],

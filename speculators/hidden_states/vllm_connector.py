@@ -1,0 +1,202 @@
+"""The KV connector that vLLM loads to write hidden states straight to the store.
+
+vLLM's method ``extract_hidden_states`` (vllm/v1/spec_decode/extract_hidden_states.py) puts the chosen layers' outputs of
+every token into a cache of their own, laid out like a KV cache. When a request has finished, the scheduler's half of this
+connector notes which blocks hold them; the worker's half copies them out and hands them to a :class:`ShardWriter`.
+
+Runs in vLLM's processes: imports only what both environments have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+from vllm.v1.request import RequestStatus
+
+from speculators.hidden_states.format import token_checksum
+from speculators.hidden_states.writer import ShardWriter
+from speculators.store import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """A request whose hidden states are to be saved, and the cache blocks that hold them."""
+
+    request_id: str
+    sample_id: str
+    tokens: int
+    token_crc32: int
+    block_ids: list[int]
+
+
+@dataclass
+class FinishedSamples(KVConnectorMetadata):
+    """What the scheduler tells the workers with each step."""
+
+    samples: list[FinishedSample] = field(default_factory=list)
+
+
+class StoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Saves the hidden states of every request that carries ``kv_transfer_params={"sample_id": ...}``.
+
+    Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``layer_ids``, ``dtype``, ``shard_bytes``. The store's
+    credentials come from the environment.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
+        found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+        self._group = found[0] if found else 0
+        self._finished: list[FinishedSample] = []
+        self._cache: torch.Tensor | None = None
+        self._writer: ShardWriter | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
+        self._copying: list[tuple[FinishedSample, torch.Tensor, torch.cuda.Event]] = []
+
+    # --- scheduler ---------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False  # nothing is ever loaded
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        pass
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a complete request until a worker has copied them; aborted requests are forgotten."""
+        sample_id = (request.kv_transfer_params or {}).get("sample_id")
+        if sample_id is None or request.status not in _COMPLETE or not request.prompt_token_ids:
+            return False, None
+        prompt = list(request.prompt_token_ids)
+        self._finished.append(
+            FinishedSample(request.request_id, str(sample_id), len(prompt), token_checksum(prompt), list(block_ids))
+        )
+        return True, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._group >= len(block_ids):
+            return False, None  # aborted before it was ever scheduled
+        return self.request_finished(request, block_ids[self._group])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = FinishedSamples(self._finished)
+        self._finished = []
+        return metadata
+
+    def get_finished_count(self) -> int:
+        return 1  # of all tensor-parallel ranks only the first one saves, and reports
+
+    # --- worker ------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if get_tensor_model_parallel_rank() != 0:
+            return  # hidden states are replicated over the ranks
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+        [name] = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        self._cache = kv_caches[name]
+        extra = self._kv_transfer_config.get_from_extra_config
+        self._writer = ShardWriter(
+            Store(extra("store_url", "")),
+            extra("directory", ""),
+            extra("layer_ids", []),
+            extra("dtype", "bfloat16"),
+            int(extra("shard_bytes", 256 << 20)),
+            on_failure=_end_process,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Copy what the scheduler announced; returns the requests whose blocks may be reused."""
+        if self._writer is None:
+            return None, None
+        done: set[str] = set()
+        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
+        for sample in metadata.samples if isinstance(metadata, FinishedSamples) else []:
+            if self._copy(sample):
+                done.add(sample.request_id)
+        for sample, states, event in self._copying:
+            if event.query():
+                self._writer.add(sample.sample_id, states, sample.token_crc32)
+                done.add(sample.request_id)
+        self._copying = [entry for entry in self._copying if entry[0].request_id not in done]
+        return done or None, None
+
+    def _copy(self, sample: FinishedSample) -> bool:
+        """Take a sample's rows out of the cache; on CUDA the copy goes on in a stream of its own.
+
+        The cache is [blocks, n_layers, block_size, H].
+
+        Returns:
+            Whether the copy is finished.
+        """
+        assert self._cache is not None
+        assert self._writer is not None
+        block_size = self._cache.shape[2]
+        blocks = torch.tensor(sample.block_ids[: -(-sample.tokens // block_size)], dtype=torch.long)
+        if not self._cache.is_cuda:
+            self._writer.add(sample.sample_id, self._rows(blocks, sample.tokens), sample.token_crc32)
+            return True
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream()
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            rows = self._rows(blocks.to(self._cache.device, non_blocking=True), sample.tokens)
+            pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            pinned.copy_(rows, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._copy_stream)
+        self._copying.append((sample, pinned, event))
+        return False
+
+    def _rows(self, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+        assert self._cache is not None
+        return self._cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens].contiguous()
+
+    def shutdown(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return "LBNHC"  # a token's layers side by side
+
+
+def _end_process(error: BaseException) -> None:
+    """A server that cannot save is of no use: end it, so that whoever waits for it learns why from its log."""
+    os._exit(1)
