@@ -23,6 +23,7 @@ from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 SAMPLES_FILE, COUNTS_FILE, MAPPING_FILE = "samples.parquet", "token_counts.parquet", "vocab_mapping.safetensors"
+SPLITS = ("train", "validation", "held_out")
 HOW_TO_PREPARE = "speculators prepare-data"
 
 
@@ -59,13 +60,16 @@ def prepare(
 ) -> Manifest:
     """Make samples, token counts and the vocabulary mapping.
 
-    Prompts are split by a hash of the first turn's text, so that equal prompts never stand in two splits and a prompt
-    keeps its place when others are added. Every turn of a prompt is a sample of its own: its prompt holds the earlier
+    Prompts are split by a hash of ``split_seed`` and the first turn's text, so that equal prompts never stand in two
+    splits, and neither ids nor the order of the file matter. The lowest hashes are held out, the next ones are for
+    validation: prompts that are added can take such a place, but never move a training prompt there. Every turn of a prompt is a sample of its own: its prompt holds the earlier
     turns as the served chat template renders them, and only its own answer is trained on.
 
     Raises:
         MissingStageError: Regeneration has not finished.
-        DataError: There are too few prompts for the splits, or no usable answers.
+        DataError: There are too few prompts for the splits, a split has no usable answers, or the draft vocabulary is
+            larger than the verifier's.
+        StoreError: The regenerated answers are not the ones that their manifest describes.
     """
     if (done := plan.finished(store)) is not None:
         return done
@@ -75,8 +79,13 @@ def prepare(
     splits = _split(answers, config)
     rows, dropped = _samples(answers, splits, config)
     frame = pd.DataFrame(rows)
-    if frame.empty or not (frame["split"] == "train").any():
-        raise DataError("No usable training sample is left. Lower prepare.min_answer_tokens, or use more prompts.")
+    for split in SPLITS:
+        if frame.empty or not (frame["split"] == split).any():
+            raise DataError(
+                f"No usable {split} sample is left: {dropped} of {len(answers)} answers have fewer than"
+                f" prepare.min_answer_tokens ({config.prepare.min_answer_tokens}) tokens once they are cut to"
+                f" prepare.max_length ({config.prepare.max_length}). Change these, or use more prompts."
+            )
 
     counts = _count(frame[frame["split"] == "train"], verifier.vocab_size)
     files: dict[str, str | None] = {SAMPLES_FILE: None, COUNTS_FILE: None}
@@ -85,7 +94,8 @@ def prepare(
     _write_parquet(store, plan.path(COUNTS_FILE), pd.DataFrame({"token_id": used, "count": counts[used]}))
     mapping = None
     size = config.prepare.draft_vocab_size
-    if size is not None and size < verifier.vocab_size:
+    # Equal vocabularies need no mapping: vLLM then takes draft ids for verifier ids.
+    if size is not None and size != verifier.vocab_size:
         mapping = build_vocab_mapping(counts, size, _stop_tokens(answers, verifier))
         store.write_bytes(plan.path(MAPPING_FILE), mapping.to_bytes())
         files[MAPPING_FILE] = None
@@ -94,7 +104,7 @@ def prepare(
         "draft_vocab_size": size if mapping is not None else verifier.vocab_size,
         "distinct_tokens": len(used),
     }
-    for split in ("train", "validation", "held_out"):
+    for split in SPLITS:
         part = frame[frame["split"] == split]
         figures[f"{split}_prompts"] = int(part["prompt_id"].nunique())
         figures[f"{split}_samples"] = len(part)
@@ -145,7 +155,7 @@ def _verified(store: Store, plan: StagePlan, name: str) -> bytes:
     """A file of a finished stage, checked against its manifest."""
     manifest = plan.require(store, HOW_TO_PREPARE)
     data = store.read_bytes(plan.path(name))
-    if hashlib.sha256(data).hexdigest() != manifest.outputs[name]["sha256"]:
+    if hashlib.sha256(data).hexdigest() != manifest.outputs.get(name, {}).get("sha256"):
         raise StoreError(
             f"{store.url_of(plan.path(name))} is not the file that its manifest describes. Delete"
             f" {store.url_of(plan.directory)} to have it made anew."
@@ -156,7 +166,7 @@ def _verified(store: Store, plan: StagePlan, name: str) -> bytes:
 def _split(answers: pd.DataFrame, config: RetrainConfig) -> dict[str, str]:
     """Split of each prompt id."""
     first = answers[answers["turn"] == 0]
-    texts = {row.prompt_id: json.loads(row.messages)[-1]["content"] for row in first.itertuples()}
+    texts = {row.prompt_id: json.loads(row.messages)[-1]["content"].strip() for row in first.itertuples()}
     section = config.prepare
 
     def order(text: str) -> str:

@@ -7,14 +7,19 @@ import hashlib
 import io
 import json
 import logging
+import re
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from speculators.config import RetrainConfig
 from speculators.data.prompts import Prompt, load_prompts
-from speculators.errors import ServingError
+from speculators.errors import PipelineError, ServingError
 from speculators.manifest import Manifest, StagePlan
 from speculators.progress import Progress
 from speculators.serving.client import VllmClient
@@ -25,8 +30,9 @@ logger = logging.getLogger(__name__)
 CONVERSATIONS_FILE = "conversations.parquet"
 _PARTS = "parts"
 _PART_SIZE, _PART_INTERVAL_S = 25, 15.0
-# Left for the chat template's own tokens when a prompt's length is not known before it is sent.
-_TOO_LONG = "maximum context length"
+# How vLLM words it that a prompt leaves no room: vllm/renderers/params.py, entrypoints/serve/utils/api_utils.py,
+# v1/engine/input_processor.py, and sampling_params.py when the prompt fills the context to its last token.
+_TOO_LONG = re.compile(r"maximum (context|model) length|max_tokens must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,18 @@ def regenerate(
         return done
     plan.begin()
     prompts = load_prompts(config.regenerate.prompts, config.regenerate.max_prompts)
-    parts = _Parts(store, plan)
+    parts = _Parts(store, plan, prompts)
     resumed = len(parts.answers)
     if resumed:
         logger.info("Going on: %d answers are there already.", resumed)
-    progress.start("regenerate", sum(len(prompt.turns) for prompt in prompts), "answers")
+    turns = sum(len(prompt.turns) for prompt in prompts)
+    progress.start("regenerate", turns, "answers")
     started = time.monotonic()
-    asyncio.run(_answer_all(config, prompts, endpoints, parts, progress))
+    try:
+        asyncio.run(_answer_all(config, prompts, verifier, endpoints, parts, progress))
+    finally:
+        progress.finish()
     seconds = time.monotonic() - started
-    progress.finish()
 
     answers = [
         answer
@@ -92,7 +101,7 @@ def regenerate(
         if (answer := parts.answers.get(f"{prompt.prompt_id}/{turn}")) is not None
     ]
     store.write_bytes(plan.path(CONVERSATIONS_FILE), _to_parquet(answers))
-    reasons = pd.Series([answer.finish_reason for answer in answers]).value_counts()
+    reasons = Counter(answer.finish_reason for answer in answers)
     generated = sum(len(answer.token_ids) for answer in answers)
     manifest = plan.complete(
         store,
@@ -103,9 +112,9 @@ def regenerate(
             "prompt_tokens": sum(len(answer.prompt_token_ids) for answer in answers),
             "generated_tokens": generated,
             "tokens_per_s": round(parts.generated / seconds, 2) if parts.generated else None,
-            "truncated": int(reasons.get("length", 0)),
-            "skipped_too_long": int(reasons.get("too_long", 0)),
-            "empty": sum(not answer.token_ids for answer in answers),
+            "truncated": reasons["length"],
+            "skipped_too_long": turns - len(answers) + reasons["too_long"],
+            "empty": sum(not answer.text.strip() for answer in answers if answer.finish_reason != "too_long"),
             "resumed_samples": resumed,
         },
     )
@@ -114,25 +123,34 @@ def regenerate(
 
 
 async def _answer_all(
-    config: RetrainConfig, prompts: list[Prompt], endpoints: list[str], parts: _Parts, progress: Progress
+    config: RetrainConfig,
+    prompts: list[Prompt],
+    verifier: Verifier,
+    endpoints: list[str],
+    parts: _Parts,
+    progress: Progress,
 ) -> None:
     section = config.regenerate
     started = time.monotonic()
+    not_asked = 0
     waiting = asyncio.Queue[Prompt]()
     for prompt in prompts:
         waiting.put_nowait(prompt)
 
     async def work(client: VllmClient) -> None:
+        nonlocal not_asked
         while not waiting.empty():
             prompt = waiting.get_nowait()
             for turn in range(len(prompt.turns)):
-                sample_id = f"{prompt.prompt_id}/{turn}"
+                sample_id = _sample_id(prompt, turn)
                 if sample_id not in parts.answers:
-                    answer = await _answer(client, config, prompt, turn, parts)
-                    parts.add(answer)
+                    parts.add(await _answer(client, config, prompt, turn, verifier, parts.answers))
+                stopped = parts.answers[sample_id].finish_reason == "too_long"
+                if stopped:
+                    not_asked += len(prompt.turns) - turn - 1
                 rate = parts.generated / (time.monotonic() - started)
-                progress.update(len(parts.answers), tokens_per_s=round(rate, 1))
-                if parts.answers[sample_id].finish_reason == "too_long":
+                progress.update(len(parts.answers) + not_asked, tokens_per_s=round(rate, 1))
+                if stopped:
                     break
 
     async with VllmClient(endpoints, section.concurrency, section.request_timeout_s, section.max_retries) as client:
@@ -140,60 +158,101 @@ async def _answer_all(
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(section.concurrency * len(endpoints)):
                     tasks.create_task(work(client))
-        except* ServingError as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            # Whoever calls wants the one reason, not the group of all requests that failed for it.
+            raise next((e for e in group.exceptions if isinstance(e, PipelineError)), group) from None
         finally:
             parts.flush()
 
 
-async def _answer(client: VllmClient, config: RetrainConfig, prompt: Prompt, turn: int, parts: _Parts) -> Answer:
+async def _answer(
+    client: VllmClient,
+    config: RetrainConfig,
+    prompt: Prompt,
+    turn: int,
+    verifier: Verifier,
+    answers: Mapping[str, Answer],
+) -> Answer:
     """Ask one turn; a prompt without room for an answer becomes an empty one, marked ``too_long``."""
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    for earlier in range(turn):
-        answered = parts.answers[f"{prompt.prompt_id}/{earlier}"]
-        messages += [
-            {"role": "user", "content": prompt.turns[earlier]},
-            {"role": "assistant", "content": answered.text},
-        ]
-    messages.append({"role": "user", "content": prompt.turns[turn]})
-    section, sample_id = config.regenerate, f"{prompt.prompt_id}/{turn}"
+    messages = _messages(prompt, turn, answers)
+    section, sample_id = config.regenerate, _sample_id(prompt, turn)
     sampling = {"temperature": section.temperature, "top_p": section.top_p}
     if section.temperature > 0:
         sampling["seed"] = section.seed + int(hashlib.sha256(sample_id.encode()).hexdigest()[:6], 16)
-    facts = (sample_id, prompt.prompt_id, turn, json.dumps(messages, ensure_ascii=False))
-    max_tokens = section.max_tokens
-    while True:
+    facts = (sample_id, prompt.prompt_id, turn, _as_json(messages))
+    try:
+        done = await client.chat(messages, max_tokens=section.max_tokens, **sampling)
+    except ServingError as error:
+        if not _TOO_LONG.search(str(error)):
+            raise
+        # Without max_tokens vLLM generates as far as there is room. 0.32 lowers max_tokens by itself; others refuse.
         try:
-            done = await client.chat(messages, max_tokens=max_tokens, **sampling)
-        except ServingError as error:
-            if _TOO_LONG not in str(error):
+            done = await client.chat(messages, **sampling)
+        except ServingError as second:
+            if not _TOO_LONG.search(str(second)):
                 raise
-            if max_tokens <= 1:
-                return Answer(*facts, [], [], "", "too_long")
-            max_tokens //= 2
-            continue
-        return Answer(*facts, done.prompt_token_ids, done.token_ids, done.text, done.finish_reason)
+            return Answer(*facts, [], [], "", "too_long")
+    largest = max((*done.prompt_token_ids, *done.token_ids), default=0)
+    if largest >= verifier.vocab_size:
+        raise ServingError(
+            f"The endpoint answered with token id {largest}, but {verifier.source} has {verifier.vocab_size} tokens."
+            " Check that serving.endpoints serve the model of verifier.model."
+        )
+    return Answer(*facts, done.prompt_token_ids, done.token_ids, done.text, done.finish_reason)
+
+
+def _sample_id(prompt: Prompt, turn: int) -> str:
+    return f"{prompt.prompt_id}/{turn}"
+
+
+def _messages(prompt: Prompt, turn: int, answers: Mapping[str, Answer]) -> list[dict[str, str]]:
+    """What is sent for a turn: the system message, and the earlier turns with the verifier's answers between."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for earlier in range(turn):
+        messages += [
+            {"role": "user", "content": prompt.turns[earlier]},
+            {"role": "assistant", "content": answers[_sample_id(prompt, earlier)].text},
+        ]
+    return [*messages, {"role": "user", "content": prompt.turns[turn]}]
+
+
+def _as_json(messages: list[dict[str, str]]) -> str:
+    return json.dumps(messages, ensure_ascii=False)
 
 
 class _Parts:
     """Finished answers, also in the store: a few at a time, each part written atomically."""
 
-    def __init__(self, store: Store, plan: StagePlan) -> None:
+    def __init__(self, store: Store, plan: StagePlan, prompts: list[Prompt]) -> None:
         self._store, self._folder = store, plan.path(_PARTS)
         self.answers: dict[str, Answer] = {}
         self.generated = 0
         self._pending: list[Answer] = []
         self._written = time.monotonic()
         self._number = 0
+        read: dict[str, Answer] = {}
         for path in store.list(self._folder):
-            self._number = max(self._number, int(path.rpartition("-")[2].removesuffix(".parquet")) + 1)
-            try:
-                rows = pd.read_parquet(io.BytesIO(store.read_bytes(path))).to_dict("records")
-                read = [_from_row(row) for row in rows]
-            except (ValueError, OSError, KeyError, TypeError) as error:
-                logger.warning("%s is damaged (%s); its samples are asked for again.", store.url_of(path), error)
+            if (name := re.search(r"/part-(\d+)\.parquet$", path)) is None:
                 continue
-            self.answers.update((answer.sample_id, answer) for answer in read)
+            self._number = int(name[1]) + 1
+            try:
+                read.update((answer.sample_id, answer) for answer in _from_parquet(store.read_bytes(path)))
+            except (pa.ArrowException, ValueError, OSError, KeyError, TypeError) as error:
+                logger.warning("%s is damaged (%s); its samples are asked for again.", store.url_of(path), error)
+                store.delete(path)
+        for prompt in prompts:
+            self._keep_usable(prompt, read)
+
+    def _keep_usable(self, prompt: Prompt, read: Mapping[str, Answer]) -> None:
+        """Take over a conversation up to the first turn that is missing or that followed other answers than these.
+
+        The latter happens when the part with an earlier turn was lost and the verifier worded it differently then.
+        """
+        for turn in range(len(prompt.turns)):
+            answer = read.get(_sample_id(prompt, turn))
+            if answer is None or answer.messages != _as_json(_messages(prompt, turn, self.answers)):
+                return
+            self.answers[answer.sample_id] = answer
 
     def add(self, answer: Answer) -> None:
         self.answers[answer.sample_id] = answer
@@ -213,11 +272,25 @@ class _Parts:
 
 
 def _to_parquet(answers: list[Answer]) -> bytes:
+    frame = pd.DataFrame([asdict(answer) for answer in answers])
+    for name in ("prompt_token_ids", "token_ids"):
+        frame[name] = [np.asarray(tokens, dtype=np.int32) for tokens in frame[name]]
     buffer = io.BytesIO()
-    pd.DataFrame([asdict(answer) for answer in answers]).to_parquet(buffer, index=False)
+    frame.to_parquet(buffer, index=False, write_page_checksum=True)
     return buffer.getvalue()
 
 
-def _from_row(row: dict) -> Answer:
-    tokens = {name: [int(t) for t in row[name]] for name in ("prompt_token_ids", "token_ids")}
-    return Answer(**{**row, **tokens, "turn": int(row["turn"])})
+def _from_parquet(data: bytes) -> list[Answer]:
+    frame = pd.read_parquet(io.BytesIO(data), page_checksum_verification=True)
+    rows = frame.to_dict("records")
+    return [
+        Answer(
+            **{
+                **row,
+                "turn": int(row["turn"]),
+                "prompt_token_ids": [int(token) for token in row["prompt_token_ids"]],
+                "token_ids": [int(token) for token in row["token_ids"]],
+            }
+        )
+        for row in rows
+    ]

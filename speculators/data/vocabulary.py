@@ -37,9 +37,10 @@ class VocabMapping:
         Raises:
             DataError: They do not, or are of the wrong type.
         """
-        kept = self.kept_ids
         if self.t2d.dtype != torch.bool or self.d2t.dtype != torch.int64 or self.t2d.ndim != 1 or self.d2t.ndim != 1:
             raise DataError("Vocabulary mapping: t2d must be a bool vector and d2t an int64 vector.")
+        kept = self.kept_ids
+        # nonzero() is ascending and in range, so this also says that kept_ids is.
         if not torch.equal(self.t2d.nonzero()[:, 0], kept):
             raise DataError(
                 f"Vocabulary mapping: t2d keeps {int(self.t2d.sum())} of {len(self.t2d)} tokens, but not those that d2t's"
@@ -75,11 +76,14 @@ def build_vocab_mapping(counts: np.ndarray, size: int, always: Sequence[int] = (
         always: Tokens kept whatever their count (end-of-sequence tokens).
 
     Raises:
-        DataError: ``size`` is larger than the vocabulary or smaller than ``always``.
+        DataError: ``size`` is larger than the vocabulary or smaller than ``always``, or a token of ``always`` is not in
+            the vocabulary.
     """
     if size > len(counts):
         raise DataError(f"prepare.draft_vocab_size ({size}) exceeds the verifier's vocabulary ({len(counts)}).")
     forced = sorted(set(always))
+    if forced and not 0 <= forced[0] <= forced[-1] < len(counts):
+        raise DataError(f"End-of-sequence tokens {forced} are not all within the vocabulary of {len(counts)} tokens.")
     if len(forced) > size:
         raise DataError(f"prepare.draft_vocab_size ({size}) is too small for the {len(forced)} end-of-sequence tokens.")
     order = np.argsort(-counts.astype(np.int64), kind="stable")

@@ -1,6 +1,6 @@
 """Acceptance, throughput and losslessness: what a running vLLM server does with a set of prompts.
 
-Acceptance comes from the difference of vLLM's own counters around the run, so it is what vLLM accepted, not an estimate.
+Acceptance comes from the difference of vLLM's own counters around the run: what vLLM accepted, not an estimate.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ class Divergence:
 def max_new_tokens(prompt_length: int, max_tokens: int, num_speculative_tokens: int, max_model_len: int) -> int:
     """Answer length for a prompt, such that no draft is ever cut short by the length limit.
 
-    vLLM trims drafts near ``max_model_len`` (v1/core/sched/scheduler.py), and drafts nothing for the WHOLE batch once its
-    longest sequence and K more tokens pass the limit (``_input_fits_in_drafter`` in v1/worker/gpu_model_runner.py). One
-    step can run K tokens past ``max_tokens``, whence twice K.
+    vLLM trims drafts near ``max_model_len`` (v1/core/sched/scheduler.py), and drafts nothing for the WHOLE batch once
+    its longest sequence and K more tokens pass the limit (``_input_fits_in_drafter`` in
+    v1/worker/gpu_model_runner.py). One step can run K tokens past ``max_tokens``, whence twice K.
 
     Returns:
         Tokens; below 1 when the prompt itself is too long.
@@ -329,7 +329,7 @@ async def find_divergences(
 
 
 def _gap(logprobs: Mapping[int, float], tokens: tuple[int | None, int | None]) -> float | None:
-    values = [logprobs[token] for token in tokens if token in logprobs]
+    values = [logprobs[token] for token in tokens if token is not None and token in logprobs]
     return max(logprobs.values()) - min(values) if len(values) == len(tokens) else None
 
 

@@ -1,16 +1,16 @@
 """The reference decoder: greedy draft-and-verify in plain torch, step for step what vLLM's EAGLE proposer does.
 
-vLLM's acceptance on the same prompts must agree with it. Where it does not, the drafter's checkpoint means something else
-to vLLM than it meant in training (layer ids, shifts, RoPE, vocabulary mapping).
+vLLM's acceptance on the same prompts must agree with it. Where it does not, the drafter's checkpoint means something
+else to vLLM than it meant in training (layer ids, shifts, RoPE, vocabulary mapping).
 
 What is reproduced (files of vLLM 0.32):
 
 - ``v1/spec_decode/llm_base_proposer.py``: the drafter's input at position t is the embedding of token t+1 and the
-  verifier's fused states at t. After a verification the accepted positions are fed again with the verifier's states, which
-  overwrites what the drafter's own states left in its cache. Draft step j > 0 runs at the position after, with the draft
-  token's embedding and the drafter's own state.
-- ``v1/core/sched/scheduler.py``: a draft counts when it is verified; all its accepted tokens count, also those behind a
-  stop token or ``max_tokens``. A draft proposed by a request's last step is never verified and does not count.
+  verifier's fused states at t. After a verification the accepted positions are fed again with the verifier's states,
+  which overwrites what the drafter's own states left in its cache. Draft step j > 0 runs at the position after, with
+  the draft token's embedding and the drafter's own state.
+- ``v1/core/sched/scheduler.py``: a draft counts when it is verified; all its accepted tokens count, also those behind
+  a stop token or ``max_tokens``. A draft proposed by a request's last step is never verified and does not count.
 """
 
 from __future__ import annotations
@@ -253,10 +253,10 @@ def decode_prompts(
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         verifier.path, dtype=torch.float32, trust_remote_code=trust_remote_code
-    ).to(device)
-    model.eval()
+    )
+    model.to(device).eval()
     drafter, mapping, _ = load_drafter(drafter_dir, verifier.path)
     drafter = drafter.to(device=device, dtype=torch.float32).eval()
     stop_ids = stop_token_ids(verifier.path, trust_remote_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,15 @@ from speculators.evaluation.reference import ReferenceResult, reference_decode
 from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
 
 HIDDEN, VOCAB, LAYERS = 64, 96, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from speculators.config import RetrainConfig
+from speculators.hidden_states.format import INDEX_FILE, SHARDS, Sidecar, token_checksum
+from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Stage, StagePlan
 from speculators.progress import Progress
 from speculators.store import Store
@@ -37,16 +39,10 @@ class SyntheticTraining:
     prepare_plan: StagePlan
     extract_plan: StagePlan
 
-    def plan(self, config: RetrainConfig | None = None) -> StagePlan:
-        config = config or self.config
-        excluded = {"device", "checkpoint_every_steps"}
-        parameters = config.train.model_dump(mode="json", exclude=excluded)
+    def plan(self) -> StagePlan:
+        """The training's place in the store."""
+        parameters = self.config.train.model_dump(mode="json", exclude={"device", "checkpoint_every_steps"})
         return StagePlan(Stage.TRAIN, {"extract": self.extract_plan.fingerprint, "parameters": parameters})
-
-    def configured(self, **train_fields: Any) -> SyntheticTraining:
-        """The same data with other training parameters."""
-        config = self.config.model_copy(update={"train": self.config.train.model_copy(update=train_fields)})
-        return SyntheticTraining(config, self.store, self.verifier, self.prepare_plan, self.extract_plan)
 
     def run(self, records: list[dict[str, Any]] | None = None, progress: Progress | None = None) -> Any:
         """Train; metrics records go to ``records``."""
@@ -90,7 +86,10 @@ def make_training(
     successor = torch.randperm(VOCAB, generator=generator)
     verifier = write_verifier(folder / "verifier", embedding, folder / "work" / "cache")
     prepare_plan = StagePlan(Stage.PREPARE, {"synthetic": [train_samples, validation_samples]})
-    extract_plan = StagePlan(Stage.EXTRACT, {"prepare": prepare_plan.fingerprint})
+    extract_plan = StagePlan(
+        Stage.EXTRACT,
+        {"prepare": prepare_plan.fingerprint, "layer_ids": [*AUX_LAYERS, LAYERS], "dtype": "bfloat16"},
+    )
 
     rows, states = [], {}
     numbers = np.random.default_rng(0)
@@ -148,3 +147,14 @@ def write_verifier(folder: Path, embedding: torch.Tensor, cache: Path) -> Verifi
 def write_samples(store: Store, plan: StagePlan, rows: list[dict[str, Any]]) -> None:
     store.write_bytes(plan.path("samples.parquet"), pd.DataFrame(rows).to_parquet(index=False))
     plan.complete(store, {"samples.parquet": None}, {})
+
+
+def write_states(store: Store, plan: StagePlan, rows: list[dict[str, Any]], states: dict[str, torch.Tensor]) -> None:
+    """Hidden states as the extraction leaves them, in several shards."""
+    with ShardWriter(store, plan.directory, plan.determinants["layer_ids"], "bfloat16", shard_bytes=100_000) as writer:
+        for row in rows:
+            writer.add(row["sample_id"], states[row["sample_id"]], token_checksum(row["token_ids"]))
+    sidecars = [Sidecar.from_json(store.read_json(p)) for p in store.list(plan.path(SHARDS)) if p.endswith(".json")]
+    index = pd.DataFrame([{"shard": s.shard, **vars(entry)} for s in sidecars for entry in s.samples])
+    store.write_bytes(plan.path(INDEX_FILE), index.to_parquet(index=False))
+    plan.complete(store, {INDEX_FILE: None}, {"hidden_size": HIDDEN})
