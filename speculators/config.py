@@ -69,7 +69,7 @@ class RegenerateConfig(Section):
         description="JSONL file or fsspec URL with one prompt a line. Empty: the prompts that come with the project.",
     )
     max_prompts: int | None = Field(None, ge=1, description="Use only the first N prompts.")
-    max_tokens: int = Field(160, ge=1, description="Longest answer in tokens.")
+    max_tokens: int = Field(128, ge=1, description="Longest answer in tokens.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     seed: int = Field(0, description="Sampling seed (used when temperature is above 0).")
@@ -81,7 +81,7 @@ class RegenerateConfig(Section):
 class PrepareConfig(Section):
     """Token ids, loss masks, splits by prompt, and the draft vocabulary."""
 
-    max_length: int = Field(768, ge=8, description="Samples longer than this many tokens are cut at the end.")
+    max_length: int = Field(512, ge=8, description="Samples longer than this many tokens are cut at the end.")
     min_answer_tokens: int = Field(2, ge=1, description="Samples with fewer generated tokens are dropped.")
     held_out_prompts: int = Field(40, ge=1, description="Prompts kept for evaluation, never trained on.")
     validation_prompts: int = Field(24, ge=1, description="Prompts kept for choosing the best checkpoint.")
@@ -114,12 +114,12 @@ class TrainConfig(Section):
         3, ge=1, description="Training-time-test steps: how far the drafter is unrolled in training."
     )
     step_decay: float = Field(1.0, gt=0, description="Weight of step k in the loss is step_decay**k.")
-    epochs: int = Field(6, ge=1, description="Passes over the training samples.")
+    epochs: int = Field(3, ge=1, description="Passes over the training samples.")
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate (AdamW, linear warm-up, cosine decay).")
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
-    tokens_per_batch: int = Field(1024, ge=16, description="Tokens in one batch of one process (packed samples).")
+    tokens_per_batch: int = Field(256, ge=16, description="Tokens in one batch of one process (packed samples).")
     processes: int = Field(2, ge=1, description="Processes (GPUs) on each node, started by torchrun.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="gloo on cpu, NCCL on cuda.")
     checkpoint_every_steps: int = Field(
@@ -140,7 +140,7 @@ class EvaluateConfig(Section):
         description="Where greedy outputs part, both tokens' log-probabilities must differ by less than this.",
     )
     reference_prompts: int | None = Field(
-        None,
+        20,
         ge=0,
         description="Prompts that the reference decoder repeats in torch. Empty: all held-out prompts; 0: none.",
     )
@@ -180,6 +180,12 @@ class RetrainConfig(Section):
             raise ValueError(
                 f"prepare.max_length ({self.prepare.max_length}) must be below serving.max_model_len"
                 f" ({self.serving.max_model_len}): vLLM needs room for one generated token when it extracts"
+            )
+        step = self.train.tokens_per_batch * self.train.processes
+        if self.prepare.max_length > step:
+            raise ValueError(
+                f"prepare.max_length ({self.prepare.max_length}) must not exceed"
+                f" train.tokens_per_batch x train.processes ({step}): a sample has to fit into one step"
             )
         if self.regenerate.max_tokens >= self.serving.max_model_len:
             raise ValueError(

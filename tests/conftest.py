@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from speculators.serving.vllm_server import VllmServer
 
+from speculators import stages
 from speculators.config import RetrainConfig
 from speculators.progress import TerminalProgress
+from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
 from speculators.verifier import Verifier, resolve_verifier
 
@@ -50,6 +51,45 @@ def plain_server(verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -
     config = RetrainConfig()
     with VllmServer(config.serving, verifier.path, tmp_path_factory.mktemp("plain-server"), name="plain") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def small_retraining(
+    verifier: Verifier, plain_server: VllmServer, tmp_path_factory: pytest.TempPathFactory
+) -> stages.Retraining:
+    """A small retraining, finished up to its export, whose hidden states are stored in float32."""
+    folder = tmp_path_factory.mktemp("small-retraining")
+    config = RetrainConfig.model_validate(
+        {
+            "store": str(folder / "store"),
+            "work_dir": str(folder),
+            "verifier": {"model": str(verifier.path)},
+            "serving": {
+                "max_model_len": 320,
+                "max_num_seqs": 16,
+                "cpu_kv_cache_gib": 1,
+                "endpoints": [plain_server.url],
+            },
+            "regenerate": {"max_prompts": 72, "max_tokens": 32},
+            "prepare": {"held_out_prompts": 6, "validation_prompts": 6, "draft_vocab_size": 2048, "max_length": 256},
+            "extract": {"dtype": "float32", "shard_mib": 4},
+            "train": {"epochs": 3},
+        }
+    )
+    run = stages.open_retraining(config)
+    progress = TerminalProgress()
+    stages.run_regenerate(run, progress)
+    stages.run_prepare(run)
+    stages.run_extract(run, progress)
+    stages.run_train(run, progress, lambda record: None)
+    stages.run_export(run)
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained_drafter(small_retraining: stages.Retraining) -> Path:
+    """Folder of a drafter that has learned a little."""
+    return stages.drafter_folder(small_retraining)
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Drafters in the "speculators" format: a folder that ``vllm serve FOLDER`` loads by itself.
 
-What vLLM reads: vllm/transformers_utils/configs/speculators/ (config.json) and vllm/model_executor/models/llama_eagle3.py
-(tensor names).
+What vLLM reads: vllm/transformers_utils/configs/speculators/ (config.json) and
+vllm/model_executor/models/llama_eagle3.py (tensor names).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,9 @@ def prepare(
 
     Prompts are split by a hash of ``split_seed`` and the first turn's text, so that equal prompts never stand in two
     splits, and neither ids nor the order of the file matter. The lowest hashes are held out, the next ones are for
-    validation: prompts that are added can take such a place, but never move a training prompt there. Every turn of a prompt is a sample of its own: its prompt holds the earlier
-    turns as the served chat template renders them, and only its own answer is trained on.
+    validation: prompts that are added can take such a place, but never move a training prompt there. Every turn of a
+    prompt is a sample of its own: its prompt holds the earlier turns as the served chat template renders them, and only
+    its own answer is trained on.
 
     Raises:
         MissingStageError: Regeneration has not finished.
@@ -131,7 +133,7 @@ def load_samples(store: Store, plan: StagePlan, splits: Sequence[str]) -> list[S
             np.asarray(row.loss_mask, dtype=np.bool_),
             int(row.prompt_length),
         )
-        for row in frame[frame["split"].isin(list(splits))].itertuples()
+        for row in _rows(frame[frame["split"].isin(list(splits))])
     ]
 
 
@@ -163,10 +165,15 @@ def _verified(store: Store, plan: StagePlan, name: str) -> bytes:
     return data
 
 
+def _rows(frame: pd.DataFrame) -> Iterator[Any]:
+    """Rows as named tuples, whose fields pandas' types know too little about."""
+    return iter(frame.itertuples(index=False))
+
+
 def _split(answers: pd.DataFrame, config: RetrainConfig) -> dict[str, str]:
     """Split of each prompt id."""
     first = answers[answers["turn"] == 0]
-    texts = {row.prompt_id: json.loads(row.messages)[-1]["content"].strip() for row in first.itertuples()}
+    texts = {row.prompt_id: json.loads(row.messages)[-1]["content"].strip() for row in _rows(first)}
     section = config.prepare
 
     def order(text: str) -> str:
@@ -192,7 +199,7 @@ def _split(answers: pd.DataFrame, config: RetrainConfig) -> dict[str, str]:
 
 def _samples(answers: pd.DataFrame, splits: dict[str, str], config: RetrainConfig) -> tuple[list[dict[str, Any]], int]:
     rows, dropped = [], 0
-    for row in answers.itertuples():
+    for row in _rows(answers):
         prompt, generated = list(row.prompt_token_ids), list(row.token_ids)
         token_ids = (prompt + generated)[: config.prepare.max_length]
         n_loss = len(token_ids) - len(prompt)
@@ -217,7 +224,7 @@ def _samples(answers: pd.DataFrame, splits: dict[str, str], config: RetrainConfi
 def _count(frame: pd.DataFrame, vocab_size: int) -> np.ndarray:
     """int64 [V]: how often each token occurs where the loss counts."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for row in frame.itertuples():
+    for row in _rows(frame):
         counts += np.bincount(np.asarray(row.token_ids)[np.asarray(row.loss_mask)], minlength=vocab_size)
     return counts
 
@@ -234,9 +241,9 @@ def _stop_tokens(answers: pd.DataFrame, verifier: Verifier) -> list[int]:
     configured = verifier.config.get("eos_token_id")
     found = set(configured if isinstance(configured, list) else [configured]) - {None}
     stopped = answers[(answers["finish_reason"] == "stop") & (answers["token_ids"].map(len) > 0)]
-    counts = stopped["token_ids"].map(lambda tokens: int(tokens[-1])).value_counts()
+    counts = Counter(int(row.token_ids[-1]) for row in _rows(stopped))
     # A stop string can end an answer on any token; an end-of-sequence token ends many.
-    found |= {int(token) for token, count in counts.items() if count > 0.05 * len(stopped)}
+    found |= {token for token, count in counts.items() if count > 0.05 * len(stopped)}
     return sorted(int(token) for token in found)
 
 

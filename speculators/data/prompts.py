@@ -15,7 +15,10 @@ import fsspec
 from speculators.errors import DataError
 
 DEFAULT_PROMPTS = Path(__file__).with_name("default_prompts.jsonl")
-_FORMS = '{"turns": ["first question", "follow-up", ...]}, {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]}'
+_FORMS = (
+    '{"turns": ["first question", "follow-up", ...]}, {"prompt": "..."} or'
+    ' {"messages": [{"role": ..., "content": ...}]}'
+)
 _SAFE_ID = re.compile(r"[^/\\]{1,200}")
 
 

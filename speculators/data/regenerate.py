@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 
 from speculators.config import RetrainConfig
 from speculators.data.prompts import Prompt, load_prompts
@@ -28,7 +27,9 @@ from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 CONVERSATIONS_FILE = "conversations.parquet"
+_TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
 _PARTS = "parts"
+_PART_NAME = re.compile(r"/part-(?P<number>\d+)-(?P<digest>[0-9a-f]{16})\.parquet$")
 _PART_SIZE, _PART_INTERVAL_S = 25, 15.0
 # How vLLM words it that a prompt leaves no room: vllm/renderers/params.py, entrypoints/serve/utils/api_utils.py,
 # v1/engine/input_processor.py, and sampling_params.py when the prompt fills the context to its last token.
@@ -232,14 +233,15 @@ class _Parts:
         self._number = 0
         read: dict[str, Answer] = {}
         for path in store.list(self._folder):
-            if (name := re.search(r"/part-(\d+)\.parquet$", path)) is None:
+            if (name := _PART_NAME.search(path)) is None:
                 continue
-            self._number = int(name[1]) + 1
-            try:
-                read.update((answer.sample_id, answer) for answer in _from_parquet(store.read_bytes(path)))
-            except (pa.ArrowException, ValueError, OSError, KeyError, TypeError) as error:
-                logger.warning("%s is damaged (%s); its samples are asked for again.", store.url_of(path), error)
+            self._number = int(name["number"]) + 1
+            data = store.read_bytes(path)
+            if _part_digest(data) != name["digest"]:
+                logger.warning("%s is damaged; its samples are asked for again.", store.url_of(path))
                 store.delete(path)
+                continue
+            read.update((answer.sample_id, answer) for answer in _from_parquet(data))
         for prompt in prompts:
             self._keep_usable(prompt, read)
 
@@ -264,33 +266,33 @@ class _Parts:
     def flush(self) -> None:
         """Write what is not in the store yet."""
         if self._pending:
-            name = f"{self._folder}/part-{self._number:06d}.parquet"
-            self._store.write_bytes(name, _to_parquet(self._pending))
+            data = _to_parquet(self._pending)
+            self._store.write_bytes(f"{self._folder}/part-{self._number:06d}-{_part_digest(data)}.parquet", data)
             self._number += 1
             self._pending = []
         self._written = time.monotonic()
 
 
+def _part_digest(data: bytes) -> str:
+    """Carried by a part's name, because Parquet's own checksums leave its headers out."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def _to_parquet(answers: list[Answer]) -> bytes:
-    frame = pd.DataFrame([asdict(answer) for answer in answers])
-    for name in ("prompt_token_ids", "token_ids"):
-        frame[name] = [np.asarray(tokens, dtype=np.int32) for tokens in frame[name]]
+    rows = [
+        {**asdict(answer), **{name: np.asarray(getattr(answer, name), dtype=np.int32) for name in _TOKEN_COLUMNS}}
+        for answer in answers
+    ]
     buffer = io.BytesIO()
-    frame.to_parquet(buffer, index=False, write_page_checksum=True)
+    pd.DataFrame(rows).to_parquet(buffer, index=False)
     return buffer.getvalue()
 
 
 def _from_parquet(data: bytes) -> list[Answer]:
-    frame = pd.read_parquet(io.BytesIO(data), page_checksum_verification=True)
-    rows = frame.to_dict("records")
-    return [
-        Answer(
-            **{
-                **row,
-                "turn": int(row["turn"]),
-                "prompt_token_ids": [int(token) for token in row["prompt_token_ids"]],
-                "token_ids": [int(token) for token in row["token_ids"]],
-            }
-        )
-        for row in rows
-    ]
+    frame = pd.read_parquet(io.BytesIO(data))
+    answers = []
+    for row in frame.to_dict("records"):
+        values = {str(name): value for name, value in row.items()}
+        values.update({name: values[name].tolist() for name in _TOKEN_COLUMNS})
+        answers.append(Answer(**values))
+    return answers

@@ -43,8 +43,8 @@ class VocabMapping:
         # nonzero() is ascending and in range, so this also says that kept_ids is.
         if not torch.equal(self.t2d.nonzero()[:, 0], kept):
             raise DataError(
-                f"Vocabulary mapping: t2d keeps {int(self.t2d.sum())} of {len(self.t2d)} tokens, but not those that d2t's"
-                f" {len(kept)} offsets stand for."
+                f"Vocabulary mapping: t2d keeps {int(self.t2d.sum())} of {len(self.t2d)} tokens, but not those that"
+                f" d2t's {len(kept)} offsets stand for."
             )
 
     def to_bytes(self) -> bytes:

@@ -225,9 +225,12 @@ async def measure(
                 rate = run.generated_tokens / (run.seconds + time.perf_counter() - started)  # noqa: B023
                 progress.update(done, tokens_per_s=round(rate, 1))
 
-            async with asyncio.TaskGroup() as tasks:
-                for prompt in group:
-                    tasks.create_task(answer(prompt))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for prompt in group:
+                        tasks.create_task(answer(prompt))
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from failures
             run.seconds += time.perf_counter() - started
             after = await _settled_counters(url, before.request_success + len(group))
             difference = after - before

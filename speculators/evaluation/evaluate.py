@@ -14,14 +14,15 @@ import json
 import logging
 import shlex
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speculators.config import RetrainConfig
 from speculators.data.prepare import EvaluationPrompt, load_held_out
-from speculators.errors import CheckpointError, ConfigError, DataError
+from speculators.errors import CheckpointError, ConfigError, DataError, ServingError
 from speculators.evaluation.acceptance import (
     GREEDY,
     Divergence,
@@ -286,8 +287,16 @@ class _Evaluation:
             )
         return results
 
-    def _server(self, model: Path, name: str) -> VllmServer:
-        return VllmServer(self.config.serving, model, Path(self.config.work_dir), name=name, extra_args=_SERVER_ARGS)
+    @contextmanager
+    def _server(self, model: Path, name: str) -> Iterator[VllmServer]:
+        """A running server; when a request fails because the server died, the error says why it died."""
+        work_dir = Path(self.config.work_dir)
+        with VllmServer(self.config.serving, model, work_dir, name=name, extra_args=_SERVER_ARGS) as server:
+            try:
+                yield server
+            except ServingError:
+                server.check_alive()
+                raise
 
     def _measure(self, server: VllmServer, description: str) -> ServerRun:
         return asyncio.run(

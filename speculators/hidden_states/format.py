@@ -1,8 +1,9 @@
-"""How hidden states lie in the store; see docs in the README's "Hidden states" section.
+"""How hidden states lie in the store.
 
-``shards/<writer>-<n>.safetensors`` holds one tensor ``hidden_states`` [rows, n_layers, H], samples one after another, so a
-sample is one contiguous range of bytes. ``shards/<writer>-<n>.json``, its sidecar, is written after it and lists its samples:
-a shard without sidecar does not count. ``index.parquet``, written when all samples are there, is all that reading needs.
+``shards/<writer>-<n>.safetensors`` holds one tensor ``hidden_states`` [rows, n_layers, H], samples one after another,
+so a sample is one contiguous range of bytes. ``shards/<writer>-<n>.json``, its sidecar, is written after it and lists
+its samples: a shard without sidecar does not count. ``index.parquet``, written when all samples are there, is all that
+reading needs.
 """
 
 from __future__ import annotations

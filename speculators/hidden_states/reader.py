@@ -84,8 +84,8 @@ class HiddenStateReader:
         entry = self._entry(sample_id)
         if int(entry.tokens) != len(token_ids) or int(entry.token_crc32) != token_checksum(token_ids):
             raise StoreError(
-                f"{self._store.url_of(self._plan.directory)}: the hidden states of sample {sample_id} are of other tokens"
-                " than the dataset's."
+                f"{self._store.url_of(self._plan.directory)}: the hidden states of sample {sample_id} are of other"
+                " tokens than the dataset's."
             )
 
     def _entry(self, sample_id: str):  # type: ignore[no-untyped-def]  # a row of the index, as pandas makes it

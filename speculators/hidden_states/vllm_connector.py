@@ -1,8 +1,8 @@
 """The KV connector that vLLM loads to write hidden states straight to the store.
 
-vLLM's method ``extract_hidden_states`` (vllm/v1/spec_decode/extract_hidden_states.py) puts the chosen layers' outputs of
-every token into a cache of their own, laid out like a KV cache. When a request has finished, the scheduler's half of this
-connector notes which blocks hold them; the worker's half copies them out and hands them to a :class:`ShardWriter`.
+vLLM's method ``extract_hidden_states`` (vllm/v1/spec_decode/extract_hidden_states.py) puts the chosen layers' outputs
+of every token into a cache of their own, laid out like a KV cache. When a request has finished, the scheduler's half of
+this connector notes which blocks hold them; the worker's half copies them out and hands them to a :class:`ShardWriter`.
 
 Runs in vLLM's processes: imports only what both environments have.
 """
@@ -61,8 +61,8 @@ class FinishedSamples(KVConnectorMetadata):
 class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves the hidden states of every request that carries ``kv_transfer_params={"sample_id": ...}``.
 
-    Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``layer_ids``, ``dtype``, ``shard_bytes``. The store's
-    credentials come from the environment.
+    Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``layer_ids``, ``dtype``, ``shard_bytes``. The
+    store's credentials come from the environment.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

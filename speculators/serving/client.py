@@ -111,8 +111,8 @@ class VllmClient:
         tokens = choice.get("token_ids")
         if tokens is None or prompt is None:
             raise ServingError(
-                "The endpoint returned no token ids (it ignores `return_token_ids`). Training data must be the tokens that"
-                " vLLM generated: use vLLM 0.32 or a version that knows this field."
+                "The endpoint returned no token ids (it ignores `return_token_ids`). Training data must be the tokens"
+                " that vLLM generated: use vLLM 0.32 or a version that knows this field."
             )
         finish_reason = choice.get("finish_reason") or "stop"
         return Completion(prompt, tokens, text, finish_reason, choice.get("logprobs"), body.get("kv_transfer_params"))

@@ -78,9 +78,7 @@ class VllmServer:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.command = self._command(python, port)
-        self._process = ManagedProcess(
-            self.command, name=self.name, log_file=self.log_file, env=self._environment()
-        )
+        self._process = ManagedProcess(self.command, name=self.name, log_file=self.log_file, env=self._environment())
         try:
             self._wait_ready()
         except BaseException:

@@ -159,7 +159,8 @@ def _explain(errors: list[dict[str, Any]], tail: list[str], status: int, log_fil
     if first is not None:
         what = first["message"] if first["for_user"] else f"{first['type']}: {first['message']}"
         return f"Training failed on rank {first['rank']}: {what}\n{go_on}"
-    if (found := _FAILED_RANK.search("\n".join(tail))) is not None and int(found[2]) < 0:
+    root_cause = "\n".join(tail).rpartition("Root Cause")[2]
+    if (found := _FAILED_RANK.search(root_cause)) is not None and int(found[2]) < 0:
         name = signal.Signals(-int(found[2])).name
         hint = " (often the kernel's answer to a lack of memory)" if name == "SIGKILL" else ""
         return f"Training failed: rank {found[1]} was ended by {name}{hint}.\n{go_on}"

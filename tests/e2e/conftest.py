@@ -23,7 +23,7 @@ TINY = {
     "prepare": {"held_out_prompts": 6, "validation_prompts": 4, "draft_vocab_size": 2048, "max_length": 256},
     "serving": {"max_model_len": 320, "max_num_seqs": 16, "cpu_kv_cache_gib": 1},
     "extract": {"shard_mib": 1},
-    "train": {"epochs": 2, "tokens_per_batch": 512, "checkpoint_every_steps": 2},
+    "train": {"epochs": 4, "tokens_per_batch": 256, "checkpoint_every_steps": 4},
     "evaluate": {"max_tokens": 24},
 }
 

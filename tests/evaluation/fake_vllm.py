@@ -23,6 +23,7 @@ class FakeVllm(ThreadingHTTPServer):
     def __init__(self, rule: Rule, logprobs: dict[int, float] | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rule, self.logprobs = rule, logprobs or {}
+        self.refuse: str | None = None
         self.lock = Lock()
         self.requests: list[dict[str, Any]] = []
         self.counters = dict.fromkeys(
@@ -80,6 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.refuse and len(self.server.requests) > 2:
+            self._send(json.dumps({"message": self.server.refuse}).encode(), status=400)
+            return
         prompt = request["prompt"]
         tokens = self.server.rule(prompt, request["max_tokens"])[: request["max_tokens"]]
         with self.server.lock:
@@ -100,8 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(json.dumps({"id": "cmpl-1", "choices": [choice], "usage": usage}).encode())
         self.server.count(len(prompt), len(tokens))
 
-    def _send(self, body: bytes, kind: str = "application/json") -> None:
-        self.send_response(200)
+    def _send(self, body: bytes, kind: str = "application/json", status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -95,6 +95,13 @@ def test_foreign_traffic_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert "disturbed" in caplog.text
 
 
+def test_refused_request_is_one_clear_error() -> None:
+    with fake_vllm(counting_up) as server:
+        server.refuse = "too long"
+        with pytest.raises(ServingError, match="too long"):
+            run_measure(server)
+
+
 def test_run_survives_json() -> None:
     with fake_vllm(counting_up) as server:
         run = run_measure(server)

@@ -13,7 +13,7 @@ import pytest
 
 from speculators.config import EvaluateConfig, RetrainConfig, TrainConfig
 from speculators.data.prepare import EvaluationPrompt
-from speculators.errors import CheckpointError, ConfigError, DataError, MissingStageError
+from speculators.errors import CheckpointError, ConfigError, DataError, MissingStageError, ServingError
 from speculators.evaluation import evaluate as module
 from speculators.evaluation.evaluate import check_drafter, evaluate
 from speculators.evaluation.reference import ReferenceResult
@@ -21,7 +21,7 @@ from speculators.manifest import Manifest, Stage, StagePlan
 from speculators.progress import Progress
 from speculators.store import Store
 from speculators.verifier import Verifier
-from tests.evaluation.fake_vllm import Rule, counting_up, fake_vllm
+from tests.evaluation.fake_vllm import FakeVllm, Rule, counting_up, fake_vllm
 
 PROMPTS = [EvaluationPrompt(f"p{n}/0", f"p{n}", np.array([n, 100 * (n + 1)], np.int32)) for n in range(5)]
 
@@ -196,6 +196,16 @@ def test_interrupted_evaluation_redoes_only_the_unfinished_part(bench: Bench) ->
     manifest = bench.run()
     assert bench.started == ["reference-2"]
     assert manifest.figures["reference_prompts"] == 5
+
+
+def test_death_of_a_server_is_explained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(_: Any) -> None:
+        raise ServingError("vLLM died: out of memory")
+
+    monkeypatch.setattr(FakeVllm, "check_alive", dead, raising=False)
+    monkeypatch.setattr(FakeVllm, "metrics", lambda _: "nothing")
+    with pytest.raises(ServingError, match="out of memory"):
+        bench.run()
 
 
 def test_prompts_without_room_are_left_out(bench: Bench) -> None:

@@ -6,7 +6,9 @@ carry the token's embedding. The drafter has to learn the successor of the succe
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from speculators.config import RetrainConfig
@@ -22,7 +25,9 @@ from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Stage, StagePlan
 from speculators.progress import Progress
 from speculators.store import Store
+from speculators.training.job import TrainingJob
 from speculators.training.launch import train
+from speculators.training.trainer import Trainer
 from speculators.verifier import Verifier, read_verifier
 
 VOCAB, HIDDEN, LAYERS = 128, 32, 4
@@ -60,6 +65,26 @@ class SyntheticTraining:
         )
 
 
+@contextlib.contextmanager
+def only_rank() -> Iterator[None]:
+    """A process group with this process as its only rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def make_trainer(training: SyntheticTraining, layers: list[int] = AUX_LAYERS) -> Trainer:
+    """The training's trainer in this process, for :func:`only_rank`."""
+    plans = training.plan(), training.prepare_plan, training.extract_plan
+    job = TrainingJob(training.config, *plans, training.store, training.verifier, layers)
+    return Trainer(job, torch.device("cpu"))
+
+
 def make_training(
     folder: Path, store: Store, train_samples: int = 40, validation_samples: int = 8, **train_fields: Any
 ) -> SyntheticTraining:
@@ -79,7 +104,12 @@ def make_training(
         **train_fields,
     }
     config = RetrainConfig.model_validate(
-        {"store": store.url, "work_dir": str(folder / "work"), "train": fields, "prepare": {"draft_vocab_size": None}}
+        {
+            "store": store.url,
+            "work_dir": str(folder / "work"),
+            "train": fields,
+            "prepare": {"draft_vocab_size": None, "max_length": 64},
+        }
     )
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)

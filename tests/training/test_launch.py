@@ -22,7 +22,7 @@ from speculators.manifest import Manifest, Stage, StagePlan
 from speculators.progress import Progress
 from speculators.store import Store
 from speculators.training.launch import _explain
-from tests.training.synthetic import SyntheticTraining, make_training
+from tests.training.synthetic import SyntheticTraining, make_trainer, make_training, only_rank
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -116,8 +116,10 @@ def test_a_finished_training_is_skipped(finished: Finished) -> None:
 
 def test_one_process_learns_the_same_as_two(finished: Finished, tmp_path: Path, store: Store) -> None:
     training = make_training(tmp_path, store, train_samples=60, epochs=5, processes=1, tokens_per_batch=256)
-    records: list[dict[str, Any]] = []
-    training.run(records)
+    with only_rank():
+        trainer = make_trainer(training)
+        trainer.run()
+    records = trainer.metrics.records
     assert [r["step"] for r in records] == [r["step"] for r in finished.records]
     # Rounding differs between the two and grows from step to step, so the first steps are the ones to compare.
     for one, two in list(zip(records, finished.records, strict=True))[:2]:
@@ -210,6 +212,12 @@ def test_an_error_that_follows_from_another_is_not_the_one_shown() -> None:
     cause = {"rank": 1, "type": "ValueError", "message": "the cause", "for_user": False}
     events = [{**lost, "lost_peer": True}, {**cause, "lost_peer": False}]
     assert "rank 1: ValueError: the cause" in _explain(events, [], 1, Path("x.log"))
-    tail = ["Root Cause (first observed failure):", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9 (pid: 7)"]
+    tail = [
+        "  rank      : 0 (local_rank: 0)",
+        "  exitcode  : -15 (pid: 6)",
+        "Root Cause (first observed failure):",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : -9 (pid: 7)",
+    ]
     assert "rank 1 was ended by SIGKILL" in _explain(events[:1], tail, 1, Path("x.log"))
     assert "Its last lines:\n  boom" in _explain([], ["boom"], 3, Path("x.log"))

@@ -9,31 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from speculators.config import TrainConfig
 from speculators.errors import TrainingError
 from speculators.store import Store
 from speculators.training.job import TrainingJob, parse_event
 from speculators.training.metrics import StepSums
-from speculators.training.trainer import Trainer, learning_rate, make_optimizer
-from tests.training.synthetic import AUX_LAYERS, LAYERS, SyntheticTraining, make_training
+from speculators.training.trainer import learning_rate, make_optimizer
+from tests.training.synthetic import AUX_LAYERS, LAYERS, SyntheticTraining, make_trainer, make_training, only_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
-def only_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
-
-
-def make_trainer(training: SyntheticTraining, layers: list[int] = AUX_LAYERS) -> Trainer:
-    plans = training.plan(), training.prepare_plan, training.extract_plan
-    job = TrainingJob(training.config, *plans, training.store, training.verifier, layers)
-    return Trainer(job, torch.device("cpu"))
+def process_group() -> Iterator[None]:
+    with only_rank():
+        yield
 
 
 def final_weights(training: SyntheticTraining, name: str = "last") -> bytes:
