@@ -86,7 +86,7 @@ class PrepareConfig(Section):
     held_out_prompts: int = Field(40, ge=1, description="Prompts kept for evaluation, never trained on.")
     validation_prompts: int = Field(24, ge=1, description="Prompts kept for choosing the best checkpoint.")
     draft_vocab_size: int | None = Field(
-        8192,
+        6144,
         ge=8,
         description="Tokens that the drafter can propose (the most frequent ones). Empty: the whole vocabulary.",
     )
@@ -140,7 +140,7 @@ class EvaluateConfig(Section):
         description="Where greedy outputs part, both tokens' log-probabilities must differ by less than this.",
     )
     reference_prompts: int | None = Field(
-        20,
+        16,
         ge=0,
         description="Prompts that the reference decoder repeats in torch. Empty: all held-out prompts; 0: none.",
     )

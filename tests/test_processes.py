@@ -20,8 +20,8 @@ STUBBORN = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen([sys.executable, "-c", "import os,time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nprint('daemon', "
-                      "os.getpid(), flush=True)\\ntime.sleep(600)"])
+    subprocess.Popen([sys.executable, "-c", "import os,time\\nif os.fork(): os._exit(0)\\nos.setsid()\\n"
+                      "print('daemon', os.getpid(), flush=True)\\ntime.sleep(600)"])
     print("up", os.getpid(), flush=True)
     time.sleep(600)
     """

@@ -14,7 +14,7 @@ import json
 import logging
 import shlex
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +89,11 @@ def evaluate(
     evaluation = _Evaluation.open(config, plan, prepare_plan, drafter_dir, store, verifier, progress)
     with_drafter = evaluation.part("with_drafter", evaluation.run_with_drafter)
     without = evaluation.part("without_drafter", evaluation.run_without_drafter)
-    reference = evaluation.run_reference()
+    with_run = ServerRun.from_json(with_drafter["run"])
+    reference = evaluation.run_reference(with_run.outputs)
 
     outcome = Outcome(
-        with_drafter=ServerRun.from_json(with_drafter["run"]),
+        with_drafter=with_run,
         without_drafter=ServerRun.from_json(without["run"]),
         divergences=[Divergence(**value) for value in without["divergences"]],
         reference=reference,
@@ -260,8 +261,12 @@ class _Evaluation:
                 "vllm_version": _vllm_version(server.url),
             }
 
-    def run_reference(self) -> dict[str, ReferenceResult]:
-        """The reference decoder's results by sample; those of an interrupted run are kept."""
+    def run_reference(self, expected: Mapping[str, Sequence[int]]) -> dict[str, ReferenceResult]:
+        """The reference decoder's results by sample; those of an interrupted run are kept.
+
+        Args:
+            expected: vLLM's answers by sample, which the reference decoder checks instead of guessing.
+        """
         count = self.config.evaluate.reference_prompts
         prompts = self.prompts if count is None else self.prompts[:count]
         path = self.plan.path(f"{_PARTIAL}/reference.json")
@@ -279,6 +284,7 @@ class _Evaluation:
                 self.drafter_dir,
                 missing,
                 self.limits,
+                expected,
                 self.config.evaluate.num_speculative_tokens,
                 self.config.serving.device,
                 self.progress,

@@ -35,6 +35,7 @@ from speculators.progress import Progress
 from speculators.verifier import Verifier
 
 _SAVE_EVERY_S = 20.0
+_CHECKED_AT_ONCE = 128  # bounds the logits in memory
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def reference_decode(
     num_speculative_tokens: int,
     max_tokens: int,
     stop_ids: Collection[int],
+    expected: Sequence[int] = (),
 ) -> ReferenceResult:
     """Generate greedily with draft and verification.
 
@@ -80,26 +82,36 @@ def reference_decode(
         num_speculative_tokens: Draft length K.
         max_tokens: Longest answer in tokens.
         stop_ids: Tokens that end the answer.
+        expected: A likely answer, such as vLLM's. The verifier checks it like one long draft, in few passes, and goes
+            on by itself from where it disagrees: the result is the same, but on a CPU it comes several times sooner.
     """
     proposer = _Proposer(drafter, mapping, num_speculative_tokens)
     with _Verifier.attached(verifier_model, drafter.config.aux_layer_ids) as verifier:
-        chosen, states = verifier.forward(list(prompt_token_ids), keep=1)
-        generated = list(chosen)
-        shifted = [*prompt_token_ids[1:], *chosen]
-        drafts, per_position = 0, [0] * num_speculative_tokens
-        while len(generated) < max_tokens and not set(stop_ids) & set(chosen):
-            draft = proposer.propose(states, shifted)
-            chosen, states = verifier.forward([generated[-1], *draft], keep=num_speculative_tokens + 1)
-            accepted = 0
-            while accepted < len(draft) and draft[accepted] == chosen[accepted]:
-                per_position[accepted] += 1
-                accepted += 1
+        verifier.start(prompt_token_ids)
+        verifier.check(expected)
+        chosen = verifier.chosen
+        emitted, drafts, per_position = 1, 0, [0] * num_speculative_tokens
+        shifted = [*prompt_token_ids[1:], chosen[0]]
+        while emitted < max_tokens and not set(stop_ids) & set(chosen[:emitted]):
+            draft = proposer.propose(verifier.states[proposer.length : proposer.length + len(shifted)], shifted)
+            known = len(chosen) - emitted
+            if _agreeing(draft, chosen[emitted:]) == known:
+                verifier.extend(draft[known:])
+            accepted = _agreeing(draft, chosen[emitted:])
+            for position in range(accepted):
+                per_position[position] += 1
             drafts += 1
-            verifier.drop(len(draft) - accepted)
-            chosen, states = chosen[: accepted + 1], states[: accepted + 1]
-            generated += chosen
-            shifted = chosen
-    return ReferenceResult(_cut(generated, max_tokens, stop_ids), drafts, sum(per_position), per_position)
+            shifted = chosen[emitted : emitted + accepted + 1]
+            emitted += accepted + 1
+    return ReferenceResult(_cut(chosen[:emitted], max_tokens, stop_ids), drafts, sum(per_position), per_position)
+
+
+def _agreeing(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
 
 
 def _cut(generated: list[int], max_tokens: int, stop_ids: Collection[int]) -> list[int]:
@@ -150,7 +162,15 @@ class _Proposer:
 
 
 class _Verifier:
-    """The verifier with its KV cache; hooks pick up the states that the drafter needs, and no others."""
+    """The verifier with its KV cache; hooks pick up the states that the drafter needs, and no others.
+
+    Attributes:
+        chosen: Its greedy continuation of the prompt, as far as known.
+        states: Auxiliary states [tokens, layers, H] of the prompt and all of ``chosen`` but the last token.
+    """
+
+    chosen: list[int]
+    states: Tensor
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         from transformers import DynamicCache
@@ -160,8 +180,7 @@ class _Verifier:
         # Without a configuration, sliding-window layers too keep all keys (their mask still hides the old ones), so
         # that rejected tokens can be dropped.
         self.cache = DynamicCache()
-        self.length = 0
-        self.states: dict[int, Tensor] = {}
+        self.caught: dict[int, Tensor] = {}
         # transformers renamed the argument in 5.24.
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -177,30 +196,45 @@ class _Verifier:
         verifier = cls(model, layer_ids)
         layers = model.get_decoder().layers  # type: ignore[operator]
 
-        def keep(layer_id: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def catch(layer_id: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                verifier.states[layer_id] = (args[0] if args else kwargs["hidden_states"])[0]
+                verifier.caught[layer_id] = (args[0] if args else kwargs["hidden_states"])[0]
 
             return hook
 
-        handles = [layers[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in layer_ids]
+        handles = [layers[i].register_forward_pre_hook(catch(i), with_kwargs=True) for i in layer_ids]
         try:
             yield verifier
         finally:
             for handle in handles:
                 handle.remove()
 
-    def forward(self, token_ids: list[int], keep: int) -> tuple[list[int], Tensor]:
-        """Run over new tokens.
+    def start(self, prompt_token_ids: Sequence[int]) -> None:
+        """Read the prompt and choose the first token."""
+        self.chosen, self.states = self._forward(list(prompt_token_ids), keep=1)
 
-        Args:
-            token_ids: Tokens that follow those in the cache.
-            keep: How many of the last positions' choices are wanted.
+    def extend(self, guess: Sequence[int]) -> None:
+        """Go on by one token at least, and by one more for each token of the guess that would be chosen as well."""
+        choices, states = self._forward([self.chosen[-1], *guess], keep=len(guess) + 1)
+        right = _agreeing(guess, choices)
+        if right < len(guess):
+            self.cache.crop(right - len(guess))
+        self.chosen += choices[: right + 1]
+        self.states = torch.cat([self.states, states[: right + 1]])
+
+    def check(self, expected: Sequence[int]) -> None:
+        """Go on along a likely continuation, up to where the choice is another."""
+        while len(self.chosen) < len(expected) and _agreeing(self.chosen, expected) == len(self.chosen):
+            self.extend(expected[len(self.chosen) : len(self.chosen) + _CHECKED_AT_ONCE])
+
+    def _forward(self, token_ids: list[int], keep: int) -> tuple[list[int], Tensor]:
+        """Run over tokens that follow those read so far.
 
         Returns:
-            The verifier's choices after the last ``keep`` tokens, and the auxiliary states [tokens, layers, H] of all.
+            The choices after the last ``keep`` tokens, and the auxiliary states [tokens, layers, H] of all.
         """
-        positions = torch.arange(self.length, self.length + len(token_ids), device=self.device)
+        start = self.cache.get_seq_length()
+        positions = torch.arange(start, start + len(token_ids), device=self.device)
         output = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=positions[None],
@@ -208,15 +242,8 @@ class _Verifier:
             logits_to_keep=keep,
             **{self.cache_argument: self.cache},
         )
-        self.length += len(token_ids)
-        states = torch.stack([self.states[i] for i in self.layer_ids], dim=1)
+        states = torch.stack([self.caught[i] for i in self.layer_ids], dim=1)
         return output.logits[0].argmax(dim=-1).tolist(), states
-
-    def drop(self, count: int) -> None:
-        """Take the last ``count`` tokens back out of the cache."""
-        if count:
-            self.cache.crop(-count)
-            self.length -= count
 
 
 def stop_token_ids(verifier: Path, trust_remote_code: bool) -> set[int]:
@@ -237,6 +264,7 @@ def decode_prompts(
     drafter_dir: Path,
     prompts: Sequence[EvaluationPrompt],
     limits: Mapping[str, int],
+    expected: Mapping[str, Sequence[int]],
     num_speculative_tokens: int,
     device: str,
     progress: Progress,
@@ -247,6 +275,7 @@ def decode_prompts(
 
     Args:
         limits: Longest answer in tokens, by sample.
+        expected: Likely answers by sample, see :func:`reference_decode`.
         device: ``cpu`` or ``cuda``.
         results: By sample; filled here.
         save: Called every few seconds and at the end, to keep ``results``.
@@ -271,6 +300,7 @@ def decode_prompts(
             num_speculative_tokens,
             limits[prompt.sample_id],
             stop_ids,
+            expected[prompt.sample_id],
         )
         length = sum((result.acceptance for result in results.values()), Acceptance()).length
         progress.update(done, acceptance_length=round(length, 3))

@@ -171,7 +171,7 @@ def _cause(server: VllmServer, group: BaseExceptionGroup) -> Exception:
     except ServingError as died:
         message = str(died)
         return StoreError(message.partition("StoreError: ")[2]) if "StoreError: " in message else died
-    return first  # type: ignore[return-value]
+    return first
 
 
 class _Shards:

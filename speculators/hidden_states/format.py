@@ -73,7 +73,7 @@ def token_checksum(token_ids: Any) -> int:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def data_offset(safetensors_file: bytes | memoryview) -> int:

@@ -140,7 +140,9 @@ class Eagle3Drafter(nn.Module):
         rotary = RotaryEmbedding(config.head_dim, config.rope_parameters, config.max_position_embeddings)
         self.rotary = rotary
         self.fc = nn.Linear(len(config.aux_layer_ids) * config.target_hidden_size, hidden, bias=False)
-        self.layers = nn.ModuleList(Eagle3Layer(config, index, rotary) for index in range(config.num_layers))
+        layers = [Eagle3Layer(config, index, rotary) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self._typed_layers = tuple(layers)  # the same modules, whose class ModuleList forgets
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("embed_tokens", torch.zeros(config.vocab_size, hidden), persistent=False)
@@ -163,7 +165,7 @@ class Eagle3Drafter(nn.Module):
             if hidden == wide:
                 self.fc.weight.zero_()
                 self.fc.weight[:, -wide:].copy_(torch.eye(hidden))
-            for layer in self.layers:
+            for layer in self._typed_layers:
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
 
@@ -187,7 +189,7 @@ class Eagle3Drafter(nn.Module):
             The hidden states for :meth:`logits` [B, S, H], and the features of the next step [B, S, H].
         """
         embeddings = F.embedding(token_ids, self.embed_tokens)
-        for layer, keys in zip(self.layers, past, strict=True):
+        for layer, keys in zip(self._typed_layers, past, strict=True):
             inputs, residual = layer.inputs(features, embeddings)
             features = layer.after_attention(layer.self_attn(inputs, positions, keys, mask), residual)
         return self.norm(features), features
@@ -197,7 +199,7 @@ class Eagle3Drafter(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Draft with a KV cache, as in serving; shapes as in :meth:`step` with B = 1."""
         embeddings = F.embedding(token_ids, self.embed_tokens)
-        for layer, kept in zip(self.layers, cache.layers, strict=True):
+        for layer, kept in zip(self._typed_layers, cache.layers, strict=True):
             inputs, residual = layer.inputs(features, embeddings)
             features = layer.after_attention(layer.self_attn.decode(inputs, positions, kept), residual)
         return self.norm(features), features

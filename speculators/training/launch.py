@@ -64,7 +64,7 @@ def train(
     job_file = work / "train" / f"{plan.fingerprint}.json"
     TrainingJob(config, plan, prepare_plan, extract_plan, store, verifier, layer_ids).write(job_file)
     figures = _run(config, job_file, work / "logs" / f"train-{plan.fingerprint}.log", progress, on_metrics)
-    outputs = {
+    outputs: dict[str, str | None] = {
         path.removeprefix(f"{plan.directory}/"): None
         for folder in ("best", "last", "metrics.jsonl")
         for path in store.list(plan.path(folder))

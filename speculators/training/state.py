@@ -7,6 +7,7 @@ points to is whole. Nothing is pickled.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import hashlib
 import json
@@ -57,7 +58,7 @@ class StateRecord:
 
     standing: Standing
     file: str
-    bytes: int
+    size: int
     sha256: str
     fingerprint: str
     format: int = STATE_FORMAT
@@ -67,7 +68,7 @@ class StateRecord:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> StateRecord:
+    def from_json(cls, text: str | builtins.bytes) -> StateRecord:
         """Read a record back.
 
         Raises:
@@ -154,7 +155,7 @@ class StateStore:
         if not self._store.exists(path):
             raise ValueError(f"its file {record.file} is missing")
         data = self._store.read_bytes(path)
-        if len(data) != record.bytes or hashlib.sha256(data).hexdigest() != record.sha256:
+        if len(data) != record.size or hashlib.sha256(data).hexdigest() != record.sha256:
             raise ValueError(f"its file {record.file} is damaged (SHA-256 differs)")
         return data
 

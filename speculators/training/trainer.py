@@ -81,7 +81,7 @@ class Trainer:
                 f" {list(self.reader.layer_ids)}, but training needs {expected}."
             )
         for sample in self.samples.values():
-            self.reader.check_tokens(sample.sample_id, sample.token_ids)
+            self.reader.check_tokens(sample.sample_id, sample.token_ids.tolist())
 
     def _plan_steps(self) -> None:
         lengths: dict[str, dict[str, int]] = {"train": {}, "validation": {}}

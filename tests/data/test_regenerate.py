@@ -247,8 +247,11 @@ def test_damaged_part_is_done_again(
     assert store.read_bytes(PLAN.path("conversations.parquet")) == undisturbed
 
 
-def test_turn_that_followed_another_answer_is_done_again(tmp_path: Path, store: Store) -> None:
+def test_turn_that_followed_another_answer_is_done_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part with first turns is lost, and the verifier words them differently now: later turns must follow that."""
+    monkeypatch.setattr("speculators.data.regenerate._PART_INTERVAL_S", 3600)
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"turns": [f"{i} first", f"{i} second"]}) + "\n" for i in range(25)))
     config = make_config(str(path), concurrency=25)

@@ -112,6 +112,7 @@ def test_reference_decoder_counts_what_vllm_counts(
             draft_length,
             limits[prompt.sample_id],
             stop_ids,
+            one_by_one.outputs[prompt.sample_id],
         )
         same = result.token_ids == one_by_one.outputs[prompt.sample_id]
         exact += same and result.acceptance == vllm

@@ -145,6 +145,20 @@ def test_counts_equal_those_of_a_decoder_without_caches(
     assert 0 < total.accepted_tokens < total.draft_tokens
 
 
+@pytest.mark.parametrize("known", [1, 2, 7, 24, 60])
+@pytest.mark.parametrize("spoilt_at", [None, 0, 5])
+def test_expected_answer_changes_nothing(model: LlamaForCausalLM, known: int, spoilt_at: int | None) -> None:
+    """Whether it is right, too short, too long or wrong somewhere."""
+    drafter = make_drafter(model)
+    fit(drafter, model, list(range(VOCAB)))
+    for prompt in PROMPTS:
+        expected = plain_greedy(model, prompt, known)
+        if spoilt_at is not None and spoilt_at < known:
+            expected[spoilt_at] = (expected[spoilt_at] + 1) % VOCAB
+        alone = reference_decode(model, drafter, None, prompt, 3, 24, set())
+        assert reference_decode(model, drafter, None, prompt, 3, 24, set(), expected) == alone
+
+
 def fit(drafter: Eagle3Drafter, model: LlamaForCausalLM, kept: list[int]) -> None:
     """Train the drafter's head on a few greedy continuations, so that some drafts are right and some are not."""
     with torch.no_grad():

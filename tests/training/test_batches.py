@@ -168,14 +168,12 @@ def test_an_error_in_the_thread_reaches_the_trainer() -> None:
     lengths = random_lengths(10)
     shares = [[s] for s in lengths]
     reader = FakeReader(lengths, broken="prompt-4/0")
-    seen = 0
-    with (
-        BatchLoader(shares, make_samples(lengths), reader, torch.float32) as loader,
-        pytest.raises(StoreError, match="prompt-4/0 is damaged"),
-    ):
-        for _ in loader:
-            seen += 1
-    assert seen == 4
+    with BatchLoader(shares, make_samples(lengths), reader, torch.float32) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        with pytest.raises(StoreError, match="prompt-4/0 is damaged"):
+            next(batches)
 
 
 def test_a_loader_that_is_left_early_ends_its_thread() -> None:

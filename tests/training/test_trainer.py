@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
     rates = [learning_rate(step, 100, config) for step in range(100)]
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert max(rates) == pytest.approx(2.0)
-    assert all(later <= earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.2)
     assert learning_rate(0, 1, TrainConfig(learning_rate=2.0, warmup_fraction=0.0)) == pytest.approx(2.0)
 
