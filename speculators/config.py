@@ -86,7 +86,7 @@ class PrepareConfig(Section):
     held_out_prompts: int = Field(40, ge=1, description="Prompts kept for evaluation, never trained on.")
     validation_prompts: int = Field(24, ge=1, description="Prompts kept for choosing the best checkpoint.")
     draft_vocab_size: int | None = Field(
-        6144,
+        8192,
         ge=8,
         description="Tokens that the drafter can propose (the most frequent ones). Empty: the whole vocabulary.",
     )

@@ -52,7 +52,7 @@ def summary(
     if evaluation.get("reference_acceptance_length") is not None:
         rows.append(
             (
-                "Acceptance length of the reference decoder",
+                f"Reference decoder on {evaluation['reference_prompts']} of them (against vLLM's there)",
                 f"{evaluation['reference_acceptance_length']:.3f} ({evaluation['reference_relative_difference']:+.2%})",
             )
         )
