@@ -29,6 +29,10 @@ def files(store: Path, pattern: str) -> list[Path]:
     return [path for path in store.glob(pattern) if not path.name.startswith(".")]
 
 
+def _grown(store: Path, pattern: str, before: int) -> bool:
+    return len(files(store, pattern)) > before
+
+
 def _evaluating(flow: FlowProcess) -> bool:
     return "vLLM is starting" in flow.output().rpartition("export")[2]
 
@@ -37,17 +41,19 @@ def test_killed_in_every_stage(start_flow: Callable[..., FlowProcess], tmp_path:
     """SIGTERM, then SIGKILL in each long stage; each time all processes end, and the run goes on from where it was."""
     store = tmp_path / "store"
     config = {**TINY, "store": str(store), "tracking": {"mlflow_uri": f"sqlite:///{tmp_path}/mlflow.db"}}
-    interruptions: list[tuple[signal.Signals, Callable[[], bool], Stage]] = [
-        (signal.SIGTERM, lambda: bool(files(store, "datasets/*/parts/*")), Stage.REGENERATE),
-        (signal.SIGKILL, lambda: len(files(store, "datasets/*/parts/*")) > 1, Stage.REGENERATE),
-        (signal.SIGKILL, lambda: bool(files(store, "hidden_states/*/shards/*.json")), Stage.EXTRACT),
-        (signal.SIGKILL, lambda: bool(files(store, "checkpoints/*/state/latest.json")), Stage.TRAIN),
-        (signal.SIGKILL, lambda: Stage.EXPORT.value in manifests(store), Stage.EVALUATE),
+    # A signal, the files of which a new one must appear before it is sent, and the stage that it hits.
+    interruptions = [
+        (signal.SIGTERM, "datasets/*/parts/*", Stage.REGENERATE),
+        (signal.SIGKILL, "datasets/*/parts/*", Stage.REGENERATE),
+        (signal.SIGKILL, "hidden_states/*/shards/*.json", Stage.EXTRACT),
+        (signal.SIGKILL, "checkpoints/*/state/latest.json", Stage.TRAIN),
+        (signal.SIGKILL, "drafters/*/manifest.json", Stage.EVALUATE),
     ]
     finished_before: dict[str, dict] = {}
-    for how, condition, stage in interruptions:
+    for how, pattern, stage in interruptions:
+        before = len(files(store, pattern))
         flow = start_flow(config)
-        flow.wait_until(condition)
+        flow.wait_until(partial(_grown, store, pattern, before))
         if stage is Stage.EVALUATE:
             flow.wait_until(partial(_evaluating, flow))
         left = flow.interrupt(how)
