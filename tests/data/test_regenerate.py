@@ -158,13 +158,11 @@ def test_killed_run_goes_on(tmp_path: Path, store: Store, undisturbed: bytes) ->
         wait_until(lambda: len(server.requests) > 40 and len(parts(store)) > 0, process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        server.release.set()
-        saved = saved_questions(store)
-        assert len(saved) >= 25
-        assert PLAN.finished(store) is None
+    saved = saved_questions(store)
+    assert len(saved) >= 25
+    assert PLAN.finished(store) is None
 
-        server.requests.clear()
-        server.hold_from = 10**9
+    with fake_chat() as server:
         manifest = run(make_config(prompts), store, server)
         asked = server.asked
     assert not saved & set(asked), "finished samples are not asked for again"
@@ -176,28 +174,22 @@ def test_killed_run_goes_on(tmp_path: Path, store: Store, undisturbed: bytes) ->
     assert not parts(store)
 
 
-def interrupt(config: RetrainConfig, store: Store, server: FakeChat, after: int, status: int = 500) -> None:
-    """Let the server fail for good after some requests."""
-    server.status = lambda number: 200 if number < after else status
-    with pytest.raises(ServingError):
-        run(config, store, server)
-    server.status = lambda number: 200
-    server.requests.clear()
+def interrupt(config: RetrainConfig, store: Store, after: int) -> None:
+    """Run against a server that fails for good after some requests."""
+    with fake_chat() as server:
+        server.status = lambda number: 200 if number < after else 500
+        with pytest.raises(ServingError, match="HTTP 500"):
+            run(config, store, server)
+    assert PLAN.finished(store) is None
 
 
 def test_failing_endpoint_loses_nothing(tmp_path: Path, store: Store, undisturbed: bytes) -> None:
     config = make_config(write_prompts(tmp_path))
+    interrupt(config, store, after=60)
+    saved = saved_questions(store)
+    # Requests that were under way when another one failed for good may be lost: one for each other worker.
+    assert 57 <= len(saved) <= 60
     with fake_chat() as server:
-        server.status = lambda number: 200 if number < 60 else 500
-        with pytest.raises(ServingError, match="HTTP 500"):
-            run(config, store, server)
-        assert PLAN.finished(store) is None
-        saved = saved_questions(store)
-        # Requests that were under way when another one failed for good may be lost: one for each other worker.
-        assert 57 <= len(saved) <= 60
-
-        server.status = lambda number: 200
-        server.requests.clear()
         run(config, store, server)
         assert len(server.asked) == 90 - len(saved)
         assert not saved & set(server.asked)
@@ -225,62 +217,62 @@ def test_damaged_part_is_done_again(
     damage: str, tmp_path: Path, store: Store, undisturbed: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(write_prompts(tmp_path))
-    with fake_chat() as server:
-        interrupt(config, store, server, after=60)
-        path = parts(store)[0]
-        whole = store.read_bytes(path)
-        frame = pd.read_parquet(io.BytesIO(whole))
-        lost = {json.loads(messages)[-1]["content"] for messages in frame["messages"]}
-        kept = saved_questions(store) - lost
-        assert kept
-        flipped = whole[:90] + bytes([whole[90] ^ 1]) + whole[91:]
-        damaged = {"garbage": b"PAR1 no", "cut": whole[:-100], "flipped": flipped, "empty": b""}
-        store.write_bytes(path, damaged[damage])
+    interrupt(config, store, after=60)
+    path = parts(store)[0]
+    whole = store.read_bytes(path)
+    frame = pd.read_parquet(io.BytesIO(whole))
+    lost = {json.loads(messages)[-1]["content"] for messages in frame["messages"]}
+    kept = saved_questions(store) - lost
+    assert kept
+    flipped = whole[:90] + bytes([whole[90] ^ 1]) + whole[91:]
+    damaged = {"garbage": b"PAR1 no", "cut": whole[:-100], "flipped": flipped, "empty": b""}
+    store.write_bytes(path, damaged[damage])
 
-        with caplog.at_level(logging.WARNING):
-            run(config, store, server)
-        assert f"{store.url_of(path)} is damaged" in caplog.text
-        assert lost <= set(server.asked)
-        # Besides, only turns whose earlier turn was lost.
-        asked_again = kept & set(server.asked)
-        assert all("turn 0" not in question for question in asked_again)
+    with fake_chat() as server, caplog.at_level(logging.WARNING):
+        run(config, store, server)
+    assert f"{store.url_of(path)} is damaged" in caplog.text
+    assert lost <= set(server.asked)
+    # Besides, only turns whose earlier turn was lost.
+    assert all("turn 0" not in question for question in kept & set(server.asked))
     assert store.read_bytes(PLAN.path("conversations.parquet")) == undisturbed
 
 
 def test_turn_that_followed_another_answer_is_done_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part with first turns is lost, and the verifier words them differently now: later turns must follow that."""
-    monkeypatch.setattr("speculators.data.regenerate._PART_INTERVAL_S", 3600)
+    """Parts with first turns are lost, and the verifier words them differently now: later turns must follow that."""
+    monkeypatch.setattr("speculators.data.regenerate._PART_SIZE", 1)
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"turns": [f"{i} first", f"{i} second"]}) + "\n" for i in range(25)))
     config = make_config(str(path), concurrency=25)
-    with fake_chat() as server:
 
-        def answered_until_failure(expected_parts: int, second_turns: int) -> None:
-            """All first turns are answered, and fill a part, before any second one."""
+    def answer_all_first_turns(vocab_offset: int, second_turns: int) -> None:
+        """Then some second ones, and fail when all these are saved."""
+        before = len(parts(store))
+        allowed = iter([200] * second_turns)
+        with fake_chat() as server:
 
             def status(number: int) -> int:
                 if server.asked[number].endswith("first"):
                     return 200
-                while len(parts(store)) < expected_parts:
-                    time.sleep(0.01)
-                return 200 if number < 25 + second_turns else 500
+                result = next(allowed, 500)
+                expected = before + 25 + (second_turns if result == 500 else 0)
+                while len(parts(store)) < expected and not server.release.wait(0.01):
+                    pass
+                return result
 
-            server.requests.clear()
-            server.status = status
+            server.vocab_offset, server.status = vocab_offset, status
             with pytest.raises(ServingError):
                 run(config, store, server)
 
-        answered_until_failure(expected_parts=1, second_turns=15)
-        first_turns, second_turns = parts(store)
-        store.delete(first_turns)
+    answer_all_first_turns(vocab_offset=0, second_turns=15)
+    for part in parts(store):
+        if pd.read_parquet(io.BytesIO(store.read_bytes(part)))["turn"][0] == 0:
+            store.delete(part)
+    assert len(parts(store)) == 15
+    answer_all_first_turns(vocab_offset=1, second_turns=0)
+    with fake_chat() as server:
         server.vocab_offset = 1
-        answered_until_failure(expected_parts=2, second_turns=0)
-        assert parts(store)[0] == second_turns
-
-        server.status = lambda number: 200
-        server.requests.clear()
         run(config, store, server)
         assert sorted(server.asked) == sorted(f"{i} second" for i in range(25))
     frame = conversations(store)
