@@ -7,7 +7,9 @@ manifest at once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -129,7 +131,8 @@ def run_export(run: Retraining) -> Manifest:
 
 def run_evaluate(run: Retraining, progress: Progress) -> Manifest:
     """Acceptance, throughput and losslessness of the new drafter on the held-out prompts."""
-    predicted = run.plan.train.require(run.store, "speculators train").figures.get("predicted_acceptance_length")
+    predicted = run.plan.train.require(run.store, "speculators train").figures
+    conditional = [predicted[f"validation_conditional_accuracy_step_{k}"] for k in range(run.config.train.ttt_steps)]
     return evaluate(
         run.config,
         run.plan.evaluate,
@@ -138,7 +141,8 @@ def run_evaluate(run: Retraining, progress: Progress) -> Manifest:
         run.store,
         run.verifier,
         progress,
-        predicted_acceptance_length=predicted,
+        predicted_acceptance_length=predicted["predicted_acceptance_length"],
+        predicted_per_position=list(itertools.accumulate(conditional, operator.mul)),
     )
 
 

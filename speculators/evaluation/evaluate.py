@@ -117,7 +117,12 @@ def evaluate(
     title = f"Acceptance length {figures['acceptance_length']:.2f} over {figures['held_out_prompts']} held-out prompts"
     series = {"vLLM": outcome.with_drafter.acceptance.per_position}
     if reference:
-        series["Reference decoder"] = outcome.reference_acceptance.per_position
+        if len(reference) < figures["held_out_prompts"]:
+            same = f" ({len(reference)} prompts)"
+            series[f"vLLM{same}"] = outcome.with_drafter.group_acceptance[0].per_position
+        else:
+            same = ""
+        series[f"Reference decoder{same}"] = outcome.reference_acceptance.per_position
     if predicted_per_position:
         series["Predicted by training"] = list(predicted_per_position)
     table = io.BytesIO()

@@ -52,6 +52,11 @@ def document_mask(document_ids: Tensor) -> Tensor:
     return ((same & real & causal) | itself)[:, None]
 
 
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """x [B, S, ...] at positions [B, Q] of each row: [B, Q, ...]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], positions]
+
+
 class DraftAttention(nn.Module):
     """Grouped-query attention of one draft layer.
 
@@ -76,29 +81,32 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self._rotary = (rotary,)  # in a tuple: shared by all layers, and no submodule of any of them
 
-    def forward(self, x: Tensor, positions: Tensor, past: StepKeys, mask: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, past: StepKeys, mask: Tensor, queried: Tensor | None = None
+    ) -> Tensor:
         """One training-time-test step.
 
         A query attends to the step-0 keys that ``mask`` allows and to its own diagonal in every later step: those are
         one scalar score each, so no (k+1)S keys are ever built (arXiv 2503.01840, figure 6).
 
         Args:
-            x: [B, S, input_size].
-            positions: int64 [B, S], RoPE positions of this step.
+            x: [B, Q, input_size], where Q may be fewer than step 0's S positions.
+            positions: int64 [B, Q], RoPE positions of this step.
             past: Keys and values of earlier steps; this step's are added.
-            mask: bool [B, 1, S, S] over step-0 keys.
+            mask: bool [B, 1, Q, S] over step-0 keys.
+            queried: int64 [B, Q]: positions of x that ask, where x has more (step 0, whose keys all later steps need).
 
         Returns:
-            [B, S, H].
+            [B, Q, H].
         """
-        queries, keys, values = self._project(x, positions)
+        queries, keys, values = self._project(x, positions, queried)
         past.keys.append(self._repeat(keys))
         past.values.append(self._repeat(values))
         scale = 1 / math.sqrt(self.head_dim)
         causal = (queries @ past.keys[0].transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
         diagonal = [(queries * k).sum(dim=-1, keepdim=True) * scale for k in past.keys[1:]]
         weights = torch.cat([causal, *diagonal], dim=-1).softmax(dim=-1)
-        size = x.shape[1]
+        size = mask.shape[-1]
         mixed = weights[..., :size] @ past.values[0]
         for step, value in enumerate(past.values[1:]):
             mixed = mixed + weights[..., size + step, None] * value
@@ -114,12 +122,14 @@ class DraftAttention(nn.Module):
         scores = (queries @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)).masked_fill(~mask, float("-inf"))
         return self._output(scores.softmax(dim=-1) @ values)
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, positions: Tensor, queried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._rotary[0](positions, x.dtype)
         shape = (*x.shape[:2], -1, self.head_dim)
-        queries = rotate(self.q_proj(x).view(shape), cos, sin)
         keys = rotate(self.k_proj(x).view(shape), cos, sin)
         values = self.v_proj(x).view(shape)
+        if queried is not None:
+            x, cos, sin = take(x, queried), take(cos, queried), take(sin, queried)
+        queries = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def _repeat(self, x: Tensor) -> Tensor:

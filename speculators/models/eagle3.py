@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from speculators.config import TrainConfig
-from speculators.models.attention import DraftAttention, KeyValueCache, StepKeys, document_mask
+from speculators.models.attention import DraftAttention, KeyValueCache, StepKeys, document_mask, take
 from speculators.models.batch import PackedBatch
 from speculators.models.layers import GatedMLP, RMSNorm, RotaryEmbedding
-from speculators.models.losses import kl_divergence
+from speculators.models.losses import head_divergence
 from speculators.models.verifier_head import VerifierHead
 from speculators.verifier import Verifier
 
@@ -174,7 +174,13 @@ class Eagle3Drafter(nn.Module):
         return self.fc(aux)
 
     def step(
-        self, features: Tensor, token_ids: Tensor, positions: Tensor, past: list[StepKeys], mask: Tensor
+        self,
+        features: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        past: list[StepKeys],
+        mask: Tensor,
+        queried: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One training-time-test step over packed documents.
 
@@ -184,14 +190,21 @@ class Eagle3Drafter(nn.Module):
             positions: int64 [B, S], RoPE positions.
             past: One entry a layer; this step's keys and values are added.
             mask: bool [B, 1, S, S] from :func:`document_mask`.
+            queried: int64 [B, Q], at step 0: the positions whose output is needed. Later steps have only these: Q takes
+                the place of S in all arguments but the mask's last dimension.
 
         Returns:
-            The hidden states for :meth:`logits` [B, S, H], and the features of the next step [B, S, H].
+            The hidden states for :meth:`logits` [B, Q, H], and the features of the next step [B, Q, H].
         """
         embeddings = F.embedding(token_ids, self.embed_tokens)
         for layer, keys in zip(self._typed_layers, past, strict=True):
+            # Only keys and values are needed of the other positions, but the next layer's come from this one's output.
+            asked = queried if layer is self._typed_layers[-1] else None
             inputs, residual = layer.inputs(features, embeddings)
-            features = layer.after_attention(layer.self_attn(inputs, positions, keys, mask), residual)
+            allowed = mask
+            if asked is not None:
+                residual, allowed = take(residual, asked), take(mask[:, 0], asked)[:, None]
+            features = layer.after_attention(layer.self_attn(inputs, positions, keys, allowed, asked), residual)
         return self.norm(features), features
 
     def decode(
@@ -256,82 +269,96 @@ class Eagle3Objective(nn.Module):
             loss; those where the drafter's best token is the true one; those where all earlier steps were right; those
             of them that are right as well.
         """
+        counted = torch.stack([self._counted(batch, k) for k in range(self.steps)])  # [K, B, S]
+        wanted = counted.any(dim=0)
+        states = self._unroll(batch, _positions(wanted))
+        losses, best = self._compare(states, batch, counted, wanted)
+        truth = torch.stack([_shift(batch.token_ids, 2 + k, 0) for k in range(self.steps)])
+        correct = counted & (best == truth)
+        right = correct.cumprod(dim=0).bool()
+        eligible = counted.clone()
+        eligible[1:] &= right[:-1]
+        numbers = [x.sum(dim=(1, 2)).double() for x in (counted, correct, eligible, right)]
+        return losses, torch.stack([losses.detach().double(), *numbers])
+
+    def _counted(self, batch: PackedBatch, k: int) -> Tensor:
+        """bool [B, S]: positions with a loss at step k."""
+        same = _shift(batch.document_ids, 2 + k, -1) == batch.document_ids
+        return _shift(batch.loss_mask, 2 + k, False) & same
+
+    def _unroll(self, batch: PackedBatch, queried: Tensor) -> list[Tensor]:
+        """Each step's hidden states [B, Q, H] at the queried positions, ready for the drafter's lm_head."""
         drafter = self.drafter
-        rows, size = batch.token_ids.shape
-        targets = _Targets(self._head[0], batch)
-        features = drafter.fuse(batch.hidden_states[:, :, :-1].flatten(2))
         mask = document_mask(batch.document_ids)
         past = [StepKeys() for _ in drafter.layers]
-        right = torch.ones(rows, size, dtype=torch.bool, device=batch.token_ids.device)
-        losses, sums = [], []
-        for k in range(self.steps):
-            hidden, features = drafter.step(
-                features, _shift(batch.token_ids, 1 + k, 0), batch.positions + k, past, mask
-            )
-            truth = _shift(batch.token_ids, 2 + k, 0)
-            counted = _shift(batch.loss_mask, 2 + k, False) & (
-                _shift(batch.document_ids, 2 + k, -1) == batch.document_ids
-            )
-            where = counted.flatten().nonzero()[:, 0]
-            loss, best = self._compare(hidden.reshape(rows * size, -1)[where], targets, where + 1 + k)
-            correct = torch.zeros_like(counted)
-            correct.view(-1)[where] = best == truth.flatten()[where]
-            eligible = counted & right
-            right = right & correct
-            losses.append(loss)
-            sums.append(torch.stack([x.sum().double() for x in (loss.detach(), counted, correct, eligible, right)]))
-        return torch.stack(losses), torch.stack(sums, dim=1)
+        features = drafter.fuse(batch.hidden_states[:, :, :-1].flatten(2))
+        tokens = _shift(batch.token_ids, 1, 0)
+        hidden, features = drafter.step(features, tokens, batch.positions, past, mask, queried)
+        states = [hidden]
+        mask, positions = take(mask[:, 0], queried)[:, None], take(batch.positions, queried)
+        for k in range(1, self.steps):
+            tokens = take(_shift(batch.token_ids, 1 + k, 0), queried)
+            hidden, features = drafter.step(features, tokens, positions + k, past, mask)
+            states.append(hidden)
+        return states
 
-    def _compare(self, hidden: Tensor, targets: _Targets, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed divergence, and the drafter's best token (a verifier id) of each row.
+    def _compare(
+        self, states: list[Tensor], batch: PackedBatch, counted: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Summed divergences [K], and the drafter's best tokens (verifier ids) at all positions, int64 [K, B, S].
+
+        A row stands for a position u whose distribution is a target at any step; at step k the drafter's position
+        u - 1 - k is compared with it. So the verifier's distribution is computed once for all steps.
 
         Args:
-            hidden: [n, H] for the drafter's lm_head.
-            targets: The verifier's distributions.
-            wanted: int64 [n], for each row the position whose distribution it is compared with.
+            states: Each step's hidden states [B, Q, H] at the wanted positions.
+            counted: bool [K, B, S], positions with a loss.
+            wanted: bool [B, S], positions with a loss at any step.
         """
-        size = max(1, _MAX_LOGITS // self.drafter.config.draft_vocab_size)
-        loss, best = hidden.new_zeros(()), []
-        for rows, positions in zip(hidden.split(size), wanted.split(size), strict=True):
-            if len(hidden) > size and torch.is_grad_enabled():
-                part, chosen = checkpoint(self._compare_chunk, rows, targets, positions, use_reentrant=False)
+        device, width = wanted.device, states[0].shape[1]
+        targets = torch.stack([_shift_right(counts, 1 + k) for k, counts in enumerate(counted)]).any(dim=0)
+        rows = targets.flatten().nonzero()[:, 0]  # [n], as positions of the flattened batch
+        anchors = rows - 1 - torch.arange(self.steps, device=device)[:, None]
+        exists = anchors >= 0
+        anchors = anchors.clamp(min=0)
+        valid = counted.flatten(1).gather(1, anchors) & exists
+        slots = (wanted.cumsum(dim=1) - 1).clamp(min=0) + width * torch.arange(len(wanted), device=device)[:, None]
+        places = slots.flatten()[anchors]
+        hidden = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, places, strict=True)])
+        last = batch.hidden_states[:, :, -1].flatten(0, 1)[rows]
+
+        size = max(1, _MAX_LOGITS // (self.steps * self.drafter.config.draft_vocab_size))
+        losses, chosen = hidden.new_zeros(self.steps), []
+        for part in torch.arange(len(rows), device=device).split(size):
+            arguments = hidden[:, part], last[part], valid[:, part]
+            if len(rows) > size and torch.is_grad_enabled():
+                sums, best = checkpoint(self._compare_chunk, *arguments, use_reentrant=False)
             else:
-                part, chosen = self._compare_chunk(rows, targets, positions)
-            loss = loss + part
-            best.append(chosen)
-        chosen = torch.cat(best)
-        return loss, chosen if self.kept_ids is None else self.kept_ids[chosen]
+                sums, best = self._compare_chunk(*arguments)
+            losses = losses + sums
+            chosen.append(best)
+        best = torch.cat(chosen, dim=1)
+        if self.kept_ids is not None:
+            best = self.kept_ids[best]
+        everywhere = torch.zeros(self.steps, batch.token_ids.numel(), dtype=torch.int64, device=device)
+        everywhere[valid.nonzero()[:, 0], anchors[valid]] = best[valid]
+        return losses, everywhere.view_as(counted)
 
-    def _compare_chunk(self, hidden: Tensor, targets: _Targets, positions: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.drafter.logits(hidden)
-        return kl_divergence(logits, targets.log_probabilities(positions)).sum(), logits.detach().argmax(dim=-1)
+    def _compare_chunk(self, hidden: Tensor, last: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        return head_divergence(hidden, self.drafter.lm_head.weight, self._head[0].logits(last), valid)
 
 
-class _Targets:
-    """The verifier's distributions over the draft vocabulary, by position of the flattened batch.
-
-    All steps of the unrolling compare with the same positions, one further on each time: computed once where they fit
-    into memory, else whenever they are asked for.
-    """
-
-    def __init__(self, head: VerifierHead, batch: PackedBatch) -> None:
-        self._head = head
-        self._last = batch.hidden_states[:, :, -1].flatten(0, 1)
-        used = _shift(batch.loss_mask, 1, False).flatten().nonzero()[:, 0]
-        self._table: Tensor | None = None
-        if len(used) * len(head.lm_head) <= _MAX_LOGITS:
-            self._table = self._compute(used)
-            self._row = torch.zeros(len(self._last), dtype=torch.long, device=used.device)
-            self._row[used] = torch.arange(len(used), device=used.device)
-
-    def log_probabilities(self, positions: Tensor) -> Tensor:
-        """[n, Vd] for positions [n], each followed by a token that counts in the loss."""
-        return self._compute(positions) if self._table is None else self._table[self._row[positions]]
-
-    def _compute(self, positions: Tensor) -> Tensor:
-        return self._head.logits(self._last[positions]).log_softmax(dim=-1)
+def _positions(wanted: Tensor) -> Tensor:
+    """int64 [B, Q]: the wanted positions of each row in order, then as many others as the fullest row has more."""
+    width = max(1, int(wanted.sum(dim=1).max()))
+    return (~wanted).int().argsort(dim=1, stable=True)[:, :width]
 
 
 def _shift(x: Tensor, by: int, fill: int | bool) -> Tensor:
     """x[:, t + by] at t, ``fill`` past the end."""
     return F.pad(x[:, by:], (0, min(by, x.shape[1])), value=fill)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """bool x[:, t - by] at t, False before the start."""
+    return F.pad(x, (by, 0))[:, : x.shape[1]]

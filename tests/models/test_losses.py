@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from speculators.models.losses import kl_divergence
+from speculators.models.losses import head_divergence, kl_divergence
 
 
 def test_kl_of_two_coins() -> None:
@@ -39,3 +39,39 @@ def test_finite_at_extremes() -> None:
     torch.testing.assert_close(loss.detach(), torch.full((2,), 2e4))
     assert draft.grad is not None
     assert draft.grad.isfinite().all()
+
+
+def test_the_heads_divergence_is_the_sum_over_counted_rows() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    lm_head = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    targets = 3 * torch.randn(5, 7, dtype=torch.float64)
+    counted = torch.rand(3, 5) < 0.6
+    sums, best = head_divergence(hidden, lm_head, targets, counted)
+    logits = hidden @ lm_head.T
+    rows = kl_divergence(logits.flatten(0, 1), targets.log_softmax(-1).repeat(3, 1)).view(3, 5)
+    torch.testing.assert_close(sums, (rows * counted).sum(-1))
+    assert torch.equal(best, logits.argmax(-1))
+    weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    expected = torch.autograd.grad((weights * (rows * counted).sum(-1)).sum(), (hidden, lm_head))
+    torch.testing.assert_close(torch.autograd.grad((weights * sums).sum(), (hidden, lm_head)), expected)
+
+
+def test_the_heads_divergence_stays_finite_for_large_logits() -> None:
+    hidden = torch.tensor([[[1e4, -1e4]]], requires_grad=True)
+    lm_head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    sums, _ = head_divergence(hidden, lm_head, torch.tensor([[0.0, 1e4, -1e4]]), torch.ones(1, 1, dtype=torch.bool))
+    sums.sum().backward()
+    assert sums.isfinite().all()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+def test_the_heads_divergence_without_rows() -> None:
+    lm_head = torch.randn(7, 4, requires_grad=True)
+    counted = torch.zeros(3, 0, dtype=torch.bool)
+    sums, best = head_divergence(torch.randn(3, 0, 4, requires_grad=True), lm_head, torch.randn(0, 7), counted)
+    sums.sum().backward()
+    assert best.shape == (3, 0)
+    assert lm_head.grad is not None
+    assert not lm_head.grad.any()
