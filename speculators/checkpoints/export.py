@@ -11,6 +11,7 @@ from speculators.checkpoints.speculators_format import CONFIG_FILE, WEIGHTS_FILE
 from speculators.config import RetrainConfig
 from speculators.errors import CheckpointError
 from speculators.manifest import Manifest, StagePlan, package_versions
+from speculators.models.methods import METHODS
 from speculators.store import Store, write_atomic
 from speculators.verifier import Verifier
 
@@ -44,11 +45,13 @@ def export(config: RetrainConfig, plan: StagePlan, train_plan: StagePlan, store:
             "training": train_plan.fingerprint,
             "training_determinants": train_plan.determinants,
             "verifier": {
-                "source": verifier.source,
+                "source": _without_folders(verifier),
                 "revision": verifier.revision,
                 "fingerprint": verifier.fingerprint,
                 "architectures": verifier.architectures,
             },
+            "method": described["speculators_model_type"],
+            "aux_layer_ids": described[METHODS[config.train.method].config.aux_key],
             "training_figures": training.figures,
             "versions": package_versions(),
         }
@@ -57,6 +60,11 @@ def export(config: RetrainConfig, plan: StagePlan, train_plan: StagePlan, store:
         size = (folder / WEIGHTS_FILE).stat().st_size
     files: dict[str, str | None] = dict.fromkeys((WEIGHTS_FILE, CONFIG_FILE, LINEAGE_FILE))
     return plan.complete(store, files, {"drafter_bytes": size, "best_step": training.figures.get("best_step")})
+
+
+def _without_folders(verifier: Verifier) -> str:
+    """The verifier's source; of a local folder the last part only, as the rest means nothing on another machine."""
+    return Path(verifier.source).name if Path(verifier.source).is_dir() else verifier.source
 
 
 def _check_draft_length(described: dict[str, Any], config: RetrainConfig) -> None:

@@ -36,7 +36,7 @@ from speculators.evaluation.plots import acceptance_plot
 from speculators.evaluation.reference import ReferenceResult, decode_prompts
 from speculators.manifest import Manifest, StagePlan, package_versions
 from speculators.progress import Progress
-from speculators.serving.vllm_server import VllmServer
+from speculators.serving.vllm_server import VllmServer, triton_interpreter
 from speculators.store import Store
 from speculators.verifier import Verifier
 
@@ -47,6 +47,7 @@ _PARTIAL = "partial"
 # Held-out prompts share prefixes (system prompt, earlier turns). Cached ones would make the work depend on the order in
 # which requests arrive, and a prompt cached up to its last token is counted as one draft that was wholly rejected.
 _SERVER_ARGS = ("--no-enable-prefix-caching",)
+_NEEDS_TRITON = ("dflash2", "dspark")  # vLLM's V2 model runner
 _REFERENCE_TOLERANCE = 0.03
 _TRAINING_TOLERANCE = 0.05
 
@@ -98,7 +99,8 @@ def evaluate(
         divergences=[Divergence(**value) for value in without["divergences"]],
         reference=reference,
     )
-    comparable = config.train.ttt_steps == config.evaluate.num_speculative_tokens
+    drafted = len(predicted_per_position or [])
+    comparable = drafted == config.evaluate.num_speculative_tokens
     figures = outcome.figures(predicted_acceptance_length, comparable)
     figures["prompts_too_long"] = evaluation.too_long
     _warn(figures)
@@ -190,7 +192,7 @@ class _Evaluation:
         verifier: Verifier,
         progress: Progress,
     ) -> _Evaluation:
-        held_out = load_held_out(store, prepare_plan)
+        held_out = load_held_out(store, prepare_plan)[: config.evaluate.max_prompts]
         limits = {
             prompt.sample_id: max_new_tokens(
                 len(prompt.prompt_token_ids),
@@ -235,7 +237,15 @@ class _Evaluation:
 
     def run_with_drafter(self) -> dict[str, Any]:
         """Greedy answers and counters of vLLM with the drafter, loaded from the drafter's folder alone."""
-        with self._server(self.drafter_dir, "vllm-with-drafter") as server:
+        env: dict[str, str] = {}
+        if self.config.train.method in _NEEDS_TRITON and self.config.serving.device == "cpu":
+            env = triton_interpreter(self.config.serving)
+            logger.warning(
+                "vLLM runs %s with Triton kernels, which are interpreted on a CPU: a few tokens a second. The"
+                " acceptance is right, the throughput says nothing.",
+                self.config.train.method,
+            )
+        with self._server(self.drafter_dir, "vllm-with-drafter", env) as server:
             run = self._measure(server, "With the drafter")
             return {
                 "run": run.to_json(),
@@ -299,10 +309,10 @@ class _Evaluation:
         return results
 
     @contextmanager
-    def _server(self, model: Path, name: str) -> Iterator[VllmServer]:
+    def _server(self, model: Path, name: str, env: Mapping[str, str] | None = None) -> Iterator[VllmServer]:
         """A running server; when a request fails because the server died, the error says why it died."""
         work_dir = Path(self.config.work_dir)
-        with VllmServer(self.config.serving, model, work_dir, name=name, extra_args=_SERVER_ARGS) as server:
+        with VllmServer(self.config.serving, model, work_dir, name=name, extra_args=_SERVER_ARGS, env=env) as server:
             try:
                 yield server
             except ServingError:

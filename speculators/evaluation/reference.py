@@ -1,4 +1,4 @@
-"""The reference decoder: greedy draft-and-verify in plain torch, step for step what vLLM's EAGLE proposer does.
+"""The reference decoder: greedy draft-and-verify in plain torch, step for step what vLLM's proposers do.
 
 vLLM's acceptance on the same prompts must agree with it. Where it does not, the drafter's checkpoint means something
 else to vLLM than it meant in training (layer ids, shifts, RoPE, vocabulary mapping).
@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from speculators.checkpoints.speculators_format import load_drafter
 from speculators.data.prepare import EvaluationPrompt
-from speculators.data.vocabulary import VocabMapping
 from speculators.evaluation.acceptance import Acceptance
-from speculators.models.eagle3 import Eagle3Drafter
+from speculators.models.drafter import Proposer
 from speculators.progress import Progress
 from speculators.verifier import Verifier
 
@@ -64,8 +63,8 @@ class ReferenceResult:
 @torch.inference_mode()
 def reference_decode(
     verifier_model: nn.Module,
-    drafter: Eagle3Drafter,
-    mapping: VocabMapping | None,
+    proposer: Proposer,
+    layer_ids: Sequence[int],
     prompt_token_ids: Sequence[int],
     num_speculative_tokens: int,
     max_tokens: int,
@@ -76,8 +75,8 @@ def reference_decode(
 
     Args:
         verifier_model: A transformers causal LM in eval mode.
-        drafter: In eval mode, on the verifier's device.
-        mapping: Draft vocabulary; None when the drafter has the verifier's.
+        proposer: A new one, on the verifier's device.
+        layer_ids: Verifier layers whose states it reads.
         prompt_token_ids: At least one token.
         num_speculative_tokens: Draft length K.
         max_tokens: Longest answer in tokens.
@@ -85,8 +84,7 @@ def reference_decode(
         expected: A likely answer, such as vLLM's. The verifier checks it like one long draft, in few passes, and goes
             on by itself from where it disagrees: the result is the same, but on a CPU it comes several times sooner.
     """
-    proposer = _Proposer(drafter, mapping, num_speculative_tokens)
-    with _Verifier.attached(verifier_model, drafter.config.aux_layer_ids) as verifier:
+    with _Verifier.attached(verifier_model, layer_ids) as verifier:
         verifier.start(prompt_token_ids)
         verifier.check(expected)
         chosen = verifier.chosen
@@ -120,45 +118,6 @@ def _cut(generated: list[int], max_tokens: int, stop_ids: Collection[int]) -> li
         if token in stop_ids:
             return generated[: index + 1]
     return generated[:max_tokens]
-
-
-class _Proposer:
-    """The drafter with its KV cache, which holds the verified positions between two proposals."""
-
-    def __init__(self, drafter: Eagle3Drafter, mapping: VocabMapping | None, num_speculative_tokens: int) -> None:
-        self.drafter = drafter
-        self.device = drafter.lm_head.weight.device
-        self.kept_ids = None if mapping is None else mapping.kept_ids.to(self.device)
-        self.num_speculative_tokens = num_speculative_tokens
-        self.cache = drafter.new_cache()
-        self.length = 0
-
-    def propose(self, states: Tensor, shifted: Sequence[int]) -> list[int]:
-        """Draft K tokens.
-
-        Args:
-            states: The verifier's auxiliary states [n, layers, H] at the positions verified since the last proposal.
-            shifted: For each of these positions, the token after it.
-        """
-        features = self.drafter.fuse(states.flatten(1))
-        hidden, features = self._decode(features, shifted, self.length)
-        self.length += len(shifted)
-        draft = [self._best(hidden)]
-        for step in range(self.num_speculative_tokens - 1):
-            hidden, features = self._decode(features[-1:], draft[-1:], self.length + step)
-            draft.append(self._best(hidden))
-        self.cache.truncate(self.length)
-        return draft
-
-    def _decode(self, features: Tensor, token_ids: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(start, start + len(token_ids), device=self.device)
-        tokens = torch.tensor([list(token_ids)], device=self.device)
-        hidden, features = self.drafter.decode(features[None], tokens, positions[None], self.cache)
-        return hidden[0], features[0]
-
-    def _best(self, hidden: Tensor) -> int:
-        best = self.drafter.logits(hidden[-1]).argmax()
-        return int(best if self.kept_ids is None else self.kept_ids[best])
 
 
 class _Verifier:
@@ -288,14 +247,15 @@ def decode_prompts(
     model.to(device).eval()
     drafter, mapping, _ = load_drafter(drafter_dir, verifier.path)
     drafter = drafter.to(device=device, dtype=torch.float32).eval()
+    kept_ids = None if mapping is None else mapping.kept_ids
     stop_ids = stop_token_ids(verifier.path, trust_remote_code)
     progress.start("Reference decoder", len(prompts), "prompts")
     saved = time.monotonic()
     for done, prompt in enumerate(prompts, 1):
         results[prompt.sample_id] = reference_decode(
             model,
-            drafter,
-            mapping,
+            drafter.proposer(kept_ids, num_speculative_tokens),
+            drafter.config.aux_layer_ids,
             prompt.prompt_token_ids.tolist(),
             num_speculative_tokens,
             limits[prompt.sample_id],

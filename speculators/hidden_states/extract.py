@@ -14,17 +14,28 @@ import pandas as pd
 from speculators.config import RetrainConfig
 from speculators.data.prepare import Sample, load_samples
 from speculators.errors import ServingError, StoreError
-from speculators.hidden_states.format import DTYPES, INDEX_FILE, SHARDS, Sidecar, token_checksum
+from speculators.hidden_states.format import (
+    DTYPES,
+    ERRORS,
+    INDEX_FILE,
+    SHARDS,
+    SampleEntry,
+    Sidecar,
+    cached_layers,
+    token_checksum,
+)
 from speculators.manifest import Manifest, StagePlan
 from speculators.progress import Progress
 from speculators.serving.client import VllmClient
 from speculators.serving.vllm_server import VllmServer
-from speculators.store import Store
+from speculators.store import TEMPORARY_MARK, Store
 from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 _STALLED_S = 180.0
 _SPACE_MARGIN = 1.05
+_IDLE_FLUSH_S = 2.0
+_ABANDONED_S = 60.0
 
 
 def extract(
@@ -52,6 +63,8 @@ def extract(
     if (done := plan.finished(store)) is not None:
         return done
     plan.begin()
+    store.delete(plan.path(ERRORS))  # what stopped an earlier run
+    _remove_abandoned(store, plan)
     samples = load_samples(store, prepare_plan, ["train", "validation"])
     shards = _Shards(store, plan, samples)
     shards.refresh()
@@ -79,7 +92,7 @@ def _server_arguments(config: RetrainConfig, plan: StagePlan, store: Store, laye
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": cached_layers(layer_ids)}},
     }
     url = str(Path(store.root).resolve()) if store.is_local else store.url
     transfer = {
@@ -92,6 +105,7 @@ def _server_arguments(config: RetrainConfig, plan: StagePlan, store: Store, laye
             "layer_ids": layer_ids,
             "dtype": config.extract.dtype,
             "shard_bytes": config.extract.shard_mib << 20,
+            "idle_flush_s": _IDLE_FLUSH_S,
         },
     }
     # Without prefix caching every sample's states are computed in its own request: a block shared with a request that
@@ -155,19 +169,25 @@ async def _send_all(
             async with asyncio.TaskGroup() as tasks:
                 sending = tasks.create_task(send(client))
                 tasks.create_task(watch(sending))
-        except* ServingError as group:
-            raise _cause(server, group) from None
-    progress.finish()
+        except* (ServingError, StoreError) as group:
+            raise _cause(server, shards, group) from None
+        finally:
+            progress.finish()
 
 
-def _cause(server: VllmServer, group: BaseExceptionGroup) -> Exception:
-    """The error to show: what vLLM's log says if it died (because the store failed, perhaps), else the first one."""
-    first = group
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]  # type: ignore[assignment]
+def _cause(server: VllmServer, shards: _Shards, group: ExceptionGroup[Exception]) -> Exception:
+    """The error to show: why the store failed, if it did; what vLLM's log says if that died; else the first one."""
+    first: Exception = group
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    if isinstance(first, StoreError):
+        return first
     time.sleep(2)  # a worker's death takes the server down a moment later
     try:
+        shards.refresh()
         server.check_alive()
+    except StoreError as noted:
+        return noted
     except ServingError as died:
         message = str(died)
         return StoreError(message.partition("StoreError: ")[2]) if "StoreError: " in message else died
@@ -178,44 +198,58 @@ class _Shards:
     """Which samples are in the store already, as the sidecars say."""
 
     def __init__(self, store: Store, plan: StagePlan, samples: list[Sample]) -> None:
-        self._store, self._folder = store, plan.path(SHARDS)
+        self._store, self._plan = store, plan
         self._wanted = {sample.sample_id: sample for sample in samples}
+        self._found: dict[str, tuple[str, SampleEntry]] = {}
         self.sidecars: dict[str, Sidecar] = {}
-        self.found: dict[str, str] = {}
         self.tokens = 0
 
     def refresh(self) -> None:
-        """Read sidecars that are new; of a sample saved twice the first counts."""
-        for path in self._store.list(self._folder):
+        """Read sidecars that are new; of a sample saved twice the first counts.
+
+        Raises:
+            StoreError: A writer gave up; says why.
+        """
+        listed = self._store.list(self._plan.directory)
+        there = set(listed)
+        for path in listed:
             if not path.endswith(".json") or path in self.sidecars:
                 continue
+            if path.startswith(self._plan.path(f"{ERRORS}/")):
+                raise StoreError(str(self._store.read_json(path)["message"]))
+            if not path.startswith(self._plan.path(f"{SHARDS}/")):
+                continue
             sidecar = Sidecar.from_json(self._store.read_json(path))
+            if self._plan.path(sidecar.shard) not in there:
+                continue
             self.sidecars[path] = sidecar
             for entry in sidecar.samples:
-                sample = self._wanted.get(entry.sample_id)
-                if sample is None or entry.sample_id in self.found:
-                    continue
-                if entry.token_crc32 != token_checksum(sample.token_ids):
-                    continue
-                self.found[entry.sample_id] = path
-                self.tokens += entry.tokens
+                self._note(sidecar.shard, entry)
+
+    def _note(self, shard: str, entry: SampleEntry) -> None:
+        sample = self._wanted.get(entry.sample_id)
+        if sample is None or entry.sample_id in self._found:
+            return
+        if entry.tokens == len(sample.token_ids) and entry.token_crc32 == token_checksum(sample.token_ids):
+            self._found[entry.sample_id] = shard, entry
+            self.tokens += entry.tokens
 
     def missing(self) -> list[Sample]:
         """Samples that are not in the store."""
-        return [sample for sample_id, sample in self._wanted.items() if sample_id not in self.found]
+        return [sample for sample_id, sample in self._wanted.items() if sample_id not in self._found]
 
     def index(self) -> pd.DataFrame:
         """One row a sample, in the dataset's order."""
-        entries = {
-            (path, entry.sample_id): (sidecar.shard, entry)
-            for path, sidecar in self.sidecars.items()
-            for entry in sidecar.samples
-        }
-        rows = []
-        for sample_id in self._wanted:
-            shard, entry = entries[self.found[sample_id], sample_id]
-            rows.append({"shard": shard, **entry.__dict__})
-        return pd.DataFrame(rows)
+        found = [self._found[sample_id] for sample_id in self._wanted]
+        return pd.DataFrame([{"shard": shard, **entry.__dict__} for shard, entry in found])
+
+
+def _remove_abandoned(store: Store, plan: StagePlan) -> None:
+    """Half-written files of killed writers: nobody counts them, but they fill the disk."""
+    if store.is_local:
+        for file in Path(store.full_path(plan.path(SHARDS))).glob(f".*{TEMPORARY_MARK}*"):
+            if time.time() - file.stat().st_mtime > _ABANDONED_S:  # a younger one may be another run's
+                file.unlink(missing_ok=True)
 
 
 def _finish(
@@ -230,6 +264,7 @@ def _finish(
     for path in store.list(plan.path(SHARDS)):
         if path.removeprefix(f"{plan.directory}/") not in names:
             store.delete(path)  # left by a writer that was killed
+    _remove_abandoned(store, plan)
     buffer = io.BytesIO()
     index.to_parquet(buffer, index=False)
     store.write_bytes(plan.path(INDEX_FILE), buffer.getvalue())

@@ -3,7 +3,7 @@
 ``shards/<writer>-<n>.safetensors`` holds one tensor ``hidden_states`` [rows, n_layers, H], samples one after another,
 so a sample is one contiguous range of bytes. ``shards/<writer>-<n>.json``, its sidecar, is written after it and lists
 its samples: a shard without sidecar does not count. ``index.parquet``, written when all samples are there, is all that
-reading needs.
+reading needs. ``errors/<writer>.json`` tells whoever waits why a writer gave up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SHARDS, INDEX_FILE, TENSOR_NAME = "shards", "index.parquet", "hidden_states"
+SHARDS, ERRORS, INDEX_FILE, TENSOR_NAME = "shards", "errors", "index.parquet", "hidden_states"
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -64,6 +64,14 @@ class Sidecar:
     def from_json(cls, value: dict[str, Any]) -> Sidecar:
         """Read back what :meth:`to_json` gave."""
         return cls(**{**value, "samples": [SampleEntry(**sample) for sample in value["samples"]]})
+
+
+def cached_layers(layer_ids: list[int]) -> list[int]:
+    """Order in which vLLM caches layers: rising, each once, however they were asked for.
+
+    From ``_set_aux_hidden_state_layers`` in vllm/model_executor/models/interfaces.py.
+    """
+    return sorted(set(layer_ids))
 
 
 def token_checksum(token_ids: Any) -> int:

@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from vllm.v1.request import RequestStatus
 
-from speculators.hidden_states.format import token_checksum
+from speculators.hidden_states.format import cached_layers, token_checksum
 from speculators.hidden_states.writer import ShardWriter
 from speculators.store import Store
 
@@ -61,15 +61,22 @@ class FinishedSamples(KVConnectorMetadata):
 class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves the hidden states of every request that carries ``kv_transfer_params={"sample_id": ...}``.
 
-    Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``layer_ids``, ``dtype``, ``shard_bytes``. The
-    store's credentials come from the environment.
+    Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``layer_ids``, ``dtype``, ``shard_bytes``,
+    ``idle_flush_s``. The store's credentials come from the environment.
+
+    Raises:
+        ValueError: The hidden states have no cache group of their own.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
         found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+        if len(found) > 1 or (not found and len(groups) > 1):
+            raise ValueError(f"{len(found)} of {len(groups)} cache groups hold hidden states; exactly one must.")
         self._group = found[0] if found else 0
+        self._block_size = groups[self._group].kv_cache_spec.block_size if groups else None
+        self._layers: list[int] | None = None
         self._finished: list[FinishedSample] = []
         self._cache: torch.Tensor | None = None
         self._writer: ShardWriter | None = None
@@ -119,13 +126,23 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         [name] = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         self._cache = kv_caches[name]
+        if self._block_size not in (None, self._cache.shape[2]):
+            raise ValueError(
+                f"The scheduler counts blocks of {self._block_size} tokens, the hidden states' cache has blocks of"
+                f" {self._cache.shape[2]}: their block ids do not mean the same."
+            )
         extra = self._kv_transfer_config.get_from_extra_config
+        layer_ids = list(extra("layer_ids", []))
+        cached = cached_layers(layer_ids)
+        if cached != layer_ids:
+            self._layers = [cached.index(layer) for layer in layer_ids]
         self._writer = ShardWriter(
             Store(extra("store_url", "")),
             extra("directory", ""),
-            extra("layer_ids", []),
+            layer_ids,
             extra("dtype", "bfloat16"),
             int(extra("shard_bytes", 256 << 20)),
+            float(extra("idle_flush_s", 2.0)),
             on_failure=_end_process,
         )
 
@@ -169,6 +186,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._writer is not None
         block_size = self._cache.shape[2]
         blocks = torch.tensor(sample.block_ids[: -(-sample.tokens // block_size)], dtype=torch.long)
+        if len(blocks) * block_size < sample.tokens:
+            raise ValueError(
+                f"{sample.sample_id}: {len(blocks)} blocks cannot hold the states of {sample.tokens} tokens."
+            )
         if not self._cache.is_cuda:
             self._writer.add(sample.sample_id, self._rows(blocks, sample.tokens), sample.token_crc32)
             return True
@@ -186,7 +207,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _rows(self, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
         assert self._cache is not None
-        return self._cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens].contiguous()
+        rows = self._cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]
+        return (rows if self._layers is None else rows[:, self._layers]).contiguous()
 
     def shutdown(self) -> None:
         if self._writer is not None:

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from speculators.errors import StoreError
 from speculators.hidden_states.format import (
     DTYPES,
+    ERRORS,
     SHARDS,
     TENSOR_NAME,
     SampleEntry,
@@ -34,7 +36,8 @@ class ShardWriter:
     """Collects samples and writes a shard whenever enough have come, or none has come for a while.
 
     :meth:`add` blocks while more than two shards' worth waits to be written, so a slow store holds the producer back
-    instead of filling the memory. A shard's sidecar is written after the shard: only then do its samples count.
+    instead of filling the memory. A shard's sidecar is written after the shard: only then do its samples count. When
+    the store fails, ``errors/<writer>.json`` is left there if it still can be.
 
     Args:
         store: Where to.
@@ -129,8 +132,16 @@ class ShardWriter:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            self._leave_marker(error)
             if self._on_failure is not None:
                 self._on_failure(error)
+
+    def _leave_marker(self, error: BaseException) -> None:
+        message = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+        try:
+            self._store.write_json(f"{self._directory}/{ERRORS}/{self._name}.json", {"message": message})
+        except Exception as second:  # a store that is full or gone takes no marker either; the log has the error
+            logger.warning("Nor could the error be noted in the store: %s", second)
 
     def _next_batch(self) -> list[tuple[str, Tensor, int]] | None:
         """The samples of the next shard; None when closed and nothing is left."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from speculators.models.layers import RotaryEmbedding, rotate
+from speculators.models.layers import RMSNorm, RotaryEmbedding, rotate
 
 
 @dataclass
@@ -62,6 +62,7 @@ class DraftAttention(nn.Module):
 
     Args:
         input_size: Width of the layer's input: 2H in EAGLE-3's first layer, else H.
+        norm_eps: Of the norms on queries and keys in Qwen3-style layers; None for Llama's, which have none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class DraftAttention(nn.Module):
         num_key_value_heads: int,
         head_dim: int,
         rotary: RotaryEmbedding,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
@@ -79,6 +81,9 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, num_key_value_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, num_key_value_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        if norm_eps is not None:
+            self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps), RMSNorm(head_dim, norm_eps)
+        self.has_norms = norm_eps is not None
         self._rotary = (rotary,)  # in a tuple: shared by all layers, and no submodule of any of them
 
     def forward(
@@ -90,7 +95,8 @@ class DraftAttention(nn.Module):
         one scalar score each, so no (k+1)S keys are ever built (arXiv 2503.01840, figure 6).
 
         Args:
-            x: [B, Q, input_size], where Q may be fewer than step 0's S positions.
+            x: [B, Q, input_size], where Q may be fewer than step 0's S positions; of a later step's drafts the first Q
+                go on.
             positions: int64 [B, Q], RoPE positions of this step.
             past: Keys and values of earlier steps; this step's are added.
             mask: bool [B, 1, Q, S] over step-0 keys.
@@ -104,12 +110,13 @@ class DraftAttention(nn.Module):
         past.values.append(self._repeat(values))
         scale = 1 / math.sqrt(self.head_dim)
         causal = (queries @ past.keys[0].transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
-        diagonal = [(queries * k).sum(dim=-1, keepdim=True) * scale for k in past.keys[1:]]
+        asking = queries.shape[2]
+        diagonal = [(queries * k[:, :, :asking]).sum(dim=-1, keepdim=True) * scale for k in past.keys[1:]]
         weights = torch.cat([causal, *diagonal], dim=-1).softmax(dim=-1)
         size = mask.shape[-1]
         mixed = weights[..., :size] @ past.values[0]
         for step, value in enumerate(past.values[1:]):
-            mixed = mixed + weights[..., size + step, None] * value
+            mixed = mixed + weights[..., size + step, None] * value[:, :, :asking]
         return self._output(mixed)
 
     def decode(self, x: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
@@ -124,13 +131,18 @@ class DraftAttention(nn.Module):
 
     def _project(self, x: Tensor, positions: Tensor, queried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._rotary[0](positions, x.dtype)
-        shape = (*x.shape[:2], -1, self.head_dim)
-        keys = rotate(self.k_proj(x).view(shape), cos, sin)
-        values = self.v_proj(x).view(shape)
+        keys, values = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        key_cos, key_sin = cos, sin
         if queried is not None:
             x, cos, sin = take(x, queried), take(cos, queried), take(sin, queried)
-        queries = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        queries = self._heads(self.q_proj(x))
+        if self.has_norms:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = rotate(queries, cos, sin), rotate(keys, key_cos, key_sin)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def _repeat(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1)

@@ -40,6 +40,21 @@ def serving_python(serving: ServingConfig) -> Path:
     return path.absolute()
 
 
+def triton_interpreter(serving: ServingConfig) -> dict[str, str]:
+    """Environment variables that let vLLM on a CPU run what needs Triton: slowly, for checks.
+
+    Raises:
+        ServingError: Triton is not where the interpreter's copy belongs; says how to put it there.
+    """
+    folder = serving_python(serving).parent.parent / "triton-interpreter"
+    if not folder.is_dir():
+        raise ServingError(
+            f"{folder} does not exist: this drafter needs Triton's interpreter on a machine without a GPU. Make it with"
+            f" `make install`, or: pip install --no-deps --target {folder} triton==3.8.0"
+        )
+    return {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1"}
+
+
 class VllmServer:
     """vLLM's OpenAI-compatible server on a free local port; use it as ``with``.
 

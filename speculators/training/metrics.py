@@ -13,12 +13,12 @@ class StepSums:
     """Sums over positions, from which losses and accuracies follow; sums of ranks and batches simply add up.
 
     Attributes:
-        values: float64 [5, K] on the CPU, for the K training-time-test steps: loss; positions with a loss; those
+        values: float64 [5, K] on the CPU, for the K draft positions: loss; positions with a loss; those
             predicted right; those where all earlier steps were right; those of them that this step got right too.
     """
 
-    def __init__(self, ttt_steps: int, values: torch.Tensor | list[list[float]] | None = None) -> None:
-        self.values = torch.zeros(len(ROWS), ttt_steps, dtype=torch.float64)
+    def __init__(self, steps: int, values: torch.Tensor | list[list[float]] | None = None) -> None:
+        self.values = torch.zeros(len(ROWS), steps, dtype=torch.float64)
         if values is not None:
             self.add(torch.as_tensor(values, dtype=torch.float64))
 
@@ -30,14 +30,13 @@ class StepSums:
         """Start again from zero."""
         self.values.zero_()
 
-    def figures(self, step_decay: float, prefix: str = "") -> dict[str, float]:
-        """Loss (steps weighted by ``step_decay**k`` and summed), and each step's accuracies.
+    def figures(self, weights: torch.Tensor, prefix: str = "") -> dict[str, float]:
+        """Loss (the steps' means, weighted by ``weights`` [K] and summed), and each step's accuracies.
 
         ``conditional_accuracy_step_k`` counts only positions where all earlier steps were right.
         """
         loss, positions, correct, eligible, eligible_correct = self.values
-        weights = step_decay ** torch.arange(self.values.shape[1], dtype=torch.float64)
-        figures = {f"{prefix}loss": float((weights * loss / positions.clamp(min=1)).sum())}
+        figures = {f"{prefix}loss": float((weights.to("cpu", torch.float64) * loss / positions.clamp(min=1)).sum())}
         for k in range(self.values.shape[1]):
             figures[f"{prefix}accuracy_step_{k}"] = float(correct[k] / positions[k].clamp(min=1))
             figures[f"{prefix}conditional_accuracy_step_{k}"] = float(eligible_correct[k] / eligible[k].clamp(min=1))

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from speculators.checkpoints.speculators_format import save_drafter
+from speculators.checkpoints.speculators_format import read_weights, save_drafter
 from speculators.config import TrainConfig
 from speculators.data.prepare import load_samples, load_vocab_mapping
-from speculators.errors import TrainingError
+from speculators.data.vocabulary import VocabMapping
+from speculators.errors import CheckpointError, TrainingError
 from speculators.hidden_states.reader import HiddenStateReader
 from speculators.models.batch import PackedBatch
-from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Objective
+from speculators.models.drafter import Drafter, DraftSetting
+from speculators.models.methods import METHODS
 from speculators.models.verifier_head import VerifierHead
 from speculators.training.batches import BatchLoader, plan_epoch
 from speculators.training.job import TrainingJob, emit
@@ -54,7 +56,7 @@ class Trainer:
         self._load_data()
         self._plan_steps()
         self._build_model()
-        self.window = StepSums(self.config.ttt_steps)
+        self.window = StepSums(self.steps)
         self.window_tokens, self.window_started = 0, time.monotonic()
         self.grad_norm = 0.0
 
@@ -101,18 +103,36 @@ class Trainer:
 
     def _build_model(self) -> None:
         torch.manual_seed(self.config.seed)
-        job, mapping = self.job, self.vocab_mapping
-        kept_ids = mapping.kept_ids if mapping else None
+        job, method = self.job, METHODS[self.config.method]
+        if method.drafter.full_vocabulary:
+            self.vocab_mapping = None
+        kept_ids = self.vocab_mapping.kept_ids if self.vocab_mapping else None
         head = VerifierHead.load(job.verifier, kept_ids).to(self.device)
-        draft_vocab_size = len(head.lm_head)
-        shape = Eagle3Config.for_verifier(job.verifier, self.config, job.aux_layer_ids, draft_vocab_size)
-        self.drafter = Eagle3Drafter(shape)
+        setting = DraftSetting(
+            train=self.config,
+            aux_layer_ids=job.aux_layer_ids,
+            draft_vocab_size=len(head.lm_head),
+            num_speculative_tokens=job.config.evaluate.num_speculative_tokens,
+            mask_token_id=self._mask_token_id(head.embed_tokens),
+        )
+        self.drafter = method.drafter(method.config.for_verifier(job.verifier, setting))
         self.drafter.initialise(head)
-        objective = Eagle3Objective(self.drafter, head, kept_ids, self.config.ttt_steps).to(self.device)
+        if self.config.init_from is not None:
+            warm_start(self.drafter, Path(self.config.init_from), self.vocab_mapping)
+        objective = self.drafter.objective(head, kept_ids, self.config).to(self.device)
+        self.steps, self.weights = objective.steps, objective.weights
         self.model = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self.parameters = {n: p for n, p in self.drafter.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters, self.config)
-        self.step_weights = self.config.step_decay ** torch.arange(self.config.ttt_steps, device=self.device)
+
+    def _mask_token_id(self, embeddings: torch.Tensor) -> int:
+        """A token that the data never use; of those, the one whose embedding is of the most usual size."""
+        used = torch.zeros(len(embeddings), dtype=torch.bool)
+        for sample in self.samples.values():
+            used[torch.from_numpy(sample.token_ids).long()] = True
+        norms = embeddings.norm(dim=-1).cpu()
+        distance = (norms - norms.median()).abs().masked_fill(used, float("inf"))
+        return int(distance.argmin())
 
     def _resume(self) -> None:
         """Take up the newest whole state, chosen by rank 0 for all ranks."""
@@ -123,7 +143,7 @@ class Trainer:
             record = StateRecord.from_json(chosen[0])
             restore(self.states.load(record), self.parameters, self.optimizer)
             self.standing = record.standing
-            self.window = StepSums(self.config.ttt_steps, record.standing.window)
+            self.window = StepSums(self.steps, record.standing.window)
         if self.is_first:
             self.metrics.resume(self.standing.step)
             emit("started", step=self.standing.step, steps=self.total_steps)
@@ -168,7 +188,7 @@ class Trainer:
         self.window.add(sums)
         counts = sums[1].clamp(min=1).to(loss_sums.dtype)
         # DDP averages gradients over the ranks, hence the factor.
-        loss = self.ranks * (self.step_weights * loss_sums / counts).sum()
+        loss = self.ranks * (self.weights * loss_sums / counts).sum()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm))
@@ -183,7 +203,7 @@ class Trainer:
         figures = {
             "step": self.standing.step,
             "epoch": self.standing.epoch,
-            **self.window.figures(self.config.step_decay),
+            **self.window.figures(self.weights),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": self.window_tokens / (now - self.window_started),
             "grad_norm": self.grad_norm,
@@ -210,15 +230,15 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         """Figures over the whole validation split, the same on every rank."""
-        local = StepSums(self.config.ttt_steps)
-        self.drafter.eval()
+        local = StepSums(self.steps)
+        self.model.module.eval()
         with torch.no_grad(), self._loader([step[self.rank] for step in self.validation_plan]) as batches:
             for batch in batches:
                 local.add(self._forward(self.model.module, batch)[1])
-        self.drafter.train()
-        sums = StepSums(self.config.ttt_steps, self._over_ranks(local.values))
+        self.model.module.train()
+        sums = StepSums(self.steps, self._over_ranks(local.values))
         return {
-            **sums.figures(self.config.step_decay, prefix="validation_"),
+            **sums.figures(self.weights, prefix="validation_"),
             "predicted_acceptance_length": sums.predicted_acceptance_length(),
         }
 
@@ -288,6 +308,31 @@ class Trainer:
             "best_epoch": self.standing.best["epoch"],
             **best,
         }
+
+
+def warm_start(drafter: Drafter, folder: Path, mapping: VocabMapping | None) -> None:
+    """Take over another drafter's tensors; what only this method has keeps its initial values.
+
+    Raises:
+        CheckpointError: The other drafter has another draft vocabulary, or a tensor that this one lacks or has in
+            another shape.
+    """
+    tensors, other = read_weights(folder)
+    if (mapping is None) != (other is None) or (mapping and other and not torch.equal(mapping.d2t, other.d2t)):
+        raise CheckpointError(
+            f"train.init_from: the drafter in {folder} has another draft vocabulary than these data. Use the data's"
+            " own drafter, or prepare.draft_vocab_size empty for both."
+        )
+    mine = drafter.stored_tensors()
+    for name, tensor in tensors.items():
+        if name not in mine or mine[name].shape != tensor.shape:
+            found = list(mine[name].shape) if name in mine else "none"
+            raise CheckpointError(
+                f"train.init_from: {folder} has {name} {list(tensor.shape)}; this drafter has {found}. It must be of"
+                " the same method (or DFlash, for dspark and dflash2), with the same layers and sizes."
+            )
+        with torch.no_grad():
+            mine[name].copy_(tensor)
 
 
 def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

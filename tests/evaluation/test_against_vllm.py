@@ -106,8 +106,8 @@ def test_reference_decoder_counts_what_vllm_counts(
     for prompt, vllm in zip(prompts, one_by_one.group_acceptance, strict=True):
         result = reference_decode(
             model,
-            drafter.eval(),
-            mapping,
+            drafter.eval().proposer(None if mapping is None else mapping.kept_ids, draft_length),
+            drafter.config.aux_layer_ids,
             prompt.prompt_token_ids.tolist(),
             draft_length,
             limits[prompt.sample_id],

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculators.data.vocabulary import build_vocab_mapping
+from speculators.data.vocabulary import VocabMapping, build_vocab_mapping
 from speculators.evaluation.acceptance import Acceptance
 from speculators.evaluation.reference import ReferenceResult, reference_decode
-from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
+from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Proposer
 
 HIDDEN, VOCAB, LAYERS = 64, 96, 2
 
@@ -78,6 +78,13 @@ def plain_greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list
     return tokens[len(prompt) :]
 
 
+def decode(
+    model: LlamaForCausalLM, drafter: Any, mapping: VocabMapping | None, prompt: list[int], k: int, *rest: Any
+) -> ReferenceResult:
+    proposer = Eagle3Proposer(drafter, None if mapping is None else mapping.kept_ids, k)
+    return reference_decode(model, proposer, drafter.config.aux_layer_ids, prompt, k, *rest)
+
+
 @torch.no_grad()
 def slow_decode(
     model: LlamaForCausalLM,
@@ -123,7 +130,7 @@ PROMPTS = [[1, 5, 9, 40], [2], [60, 61, 62, 63, 64, 65, 66, 67], [11, 11, 11]]
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("k", [1, 3])
 def test_output_equals_plain_greedy_decoding(model: LlamaForCausalLM, prompt: list[int], k: int) -> None:
-    result = reference_decode(model, make_drafter(model), None, prompt, k, 24, set())
+    result = decode(model, make_drafter(model), None, prompt, k, 24, set())
     assert result.token_ids == plain_greedy(model, prompt, 24)
 
 
@@ -139,7 +146,7 @@ def test_counts_equal_those_of_a_decoder_without_caches(
     drafter = make_drafter(model, draft_vocab, num_layers)
     fit(drafter, model, kept)
     for prompt in PROMPTS:
-        fast = reference_decode(model, drafter, mapping, prompt, 3, 24, {frequent[20]})
+        fast = decode(model, drafter, mapping, prompt, 3, 24, {frequent[20]})
         assert fast == slow_decode(model, drafter, kept, prompt, 3, 24, {frequent[20]})
         total += fast.acceptance
     assert 0 < total.accepted_tokens < total.draft_tokens
@@ -155,8 +162,8 @@ def test_expected_answer_changes_nothing(model: LlamaForCausalLM, known: int, sp
         expected = plain_greedy(model, prompt, known)
         if spoilt_at is not None and spoilt_at < known:
             expected[spoilt_at] = (expected[spoilt_at] + 1) % VOCAB
-        alone = reference_decode(model, drafter, None, prompt, 3, 24, set())
-        assert reference_decode(model, drafter, None, prompt, 3, 24, set(), expected) == alone
+        alone = decode(model, drafter, None, prompt, 3, 24, set())
+        assert decode(model, drafter, None, prompt, 3, 24, set(), expected) == alone
 
 
 def fit(drafter: Eagle3Drafter, model: LlamaForCausalLM, kept: list[int]) -> None:
@@ -215,7 +222,7 @@ class Oracle:
 def test_drafter_that_is_always_right_gives_full_length(model: LlamaForCausalLM) -> None:
     prompt, k = PROMPTS[0], 3
     continuation = plain_greedy(model, prompt, 40)
-    result = reference_decode(model, Oracle(continuation, len(prompt)), None, prompt, k, 25, set())  # type: ignore[arg-type]
+    result = decode(model, Oracle(continuation, len(prompt)), None, prompt, k, 25, set())
     assert result.token_ids == continuation[:25]
     assert result.acceptance.length == k + 1
     assert (result.drafts, result.accepted_per_position) == (6, [6, 6, 6])
@@ -227,15 +234,15 @@ def test_stop_token_ends_the_answer_but_not_the_count(model: LlamaForCausalLM) -
     continuation = plain_greedy(model, prompt, 40)
     stop = continuation[2]
     assert stop not in continuation[:2]
-    result = reference_decode(model, Oracle(continuation, len(prompt)), None, prompt, 3, 25, {stop})  # type: ignore[arg-type]
+    result = decode(model, Oracle(continuation, len(prompt)), None, prompt, 3, 25, {stop})
     assert result == ReferenceResult(continuation[:3], 1, 3, [1, 1, 1])
 
 
 def test_answer_of_one_token_needs_no_draft(model: LlamaForCausalLM) -> None:
-    result = reference_decode(model, make_drafter(model), None, PROMPTS[0], 3, 1, set())
+    result = decode(model, make_drafter(model), None, PROMPTS[0], 3, 1, set())
     assert result == ReferenceResult(plain_greedy(model, PROMPTS[0], 1), 0, 0, [0, 0, 0])
 
 
 def test_no_hook_stays_on_the_verifier(model: LlamaForCausalLM) -> None:
-    reference_decode(model, make_drafter(model), None, PROMPTS[0], 3, 4, set())
+    decode(model, make_drafter(model), None, PROMPTS[0], 3, 4, set())
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from speculators.errors import MissingStageError, StoreError
-from speculators.hidden_states.format import INDEX_FILE, SHARDS, Sidecar, token_checksum
+from speculators.hidden_states.format import ERRORS, INDEX_FILE, SHARDS, Sidecar, token_checksum
 from speculators.hidden_states.reader import HiddenStateReader
 from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Stage, StagePlan
@@ -226,3 +227,44 @@ def test_a_full_store_is_reported_and_keeps_what_is_finished(tmp_path: Path) -> 
         writer.close()
     assert len(failures) == 1
     assert len(sidecars(store, stage)) == 2  # the third shard has no sidecar, so it does not count
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a filesystem of its own that holds little; skipped where none can be mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_reported_and_leaves_no_half_file(small_disk: Path) -> None:
+    """A real ENOSPC: what has a sidecar can be read, no temporary file takes space, and the next writer goes on."""
+    store, stage = Store(small_disk / "store"), plan("float32")
+    with pytest.raises(StoreError, match="no space left"):
+        write(store, stage, range(400), shard_bytes=4000)
+    folder = Path(store.full_path(stage.path(SHARDS)))
+    assert not list(folder.glob(".*"))
+    whole = sidecars(store, stage)
+    assert whole
+    for sidecar in whole:
+        for entry in sidecar.samples:
+            number = int(entry.sample_id.split("-")[1].split("/")[0])
+            raw = store.read_range(stage.path(sidecar.shard), entry.byte_start, entry.byte_end)
+            assert raw == sample(number)[1].numpy().tobytes()
+    store.delete(stage.path(whole[0].shard))
+    write(store, stage, range(3))
+    assert len(sidecars(store, stage)) == len(whole) + 1
+
+
+def test_a_writer_that_gives_up_notes_why(tmp_path: Path) -> None:
+    """Shards cannot be written, other files can: whoever waits for the shards finds the reason in the store."""
+    store, stage = Store(tmp_path / "store"), plan("float32")
+    store.write_bytes(stage.path(SHARDS), b"a file where the folder should be")
+    with pytest.raises(StoreError, match=SHARDS):
+        write(store, stage, range(3))
+    [marker] = store.list(stage.path(ERRORS))
+    assert SHARDS in store.read_json(marker)["message"]

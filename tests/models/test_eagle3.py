@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculators.config import TrainConfig
+from speculators.models import drafter as drafter_module
 from speculators.models import eagle3
 from speculators.models.batch import PackedBatch
 from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Objective
@@ -45,7 +47,7 @@ def make(config: Eagle3Config = CONFIG, seed: int = 0) -> tuple[Eagle3Drafter, V
         torch.rand(HIDDEN, dtype=torch.float64) + 0.5,
         1e-5,
     )
-    return drafter, head, Eagle3Objective(drafter, head, KEPT, STEPS)
+    return drafter, head, Eagle3Objective(drafter, head, KEPT, TrainConfig(ttt_steps=STEPS))
 
 
 def document(length: int, seed: int) -> dict[str, Tensor]:
@@ -253,7 +255,7 @@ def test_chunks_with_recomputation_change_nothing(
     whole.sum().backward()
     gradients = [parameter.grad.clone() for parameter in drafter.parameters()]
     drafter.zero_grad()
-    monkeypatch.setattr(eagle3, "_MAX_LOGITS", 3 * 16)
+    monkeypatch.setattr(drafter_module, "MAX_LOGITS", 3 * STEPS * 16)
     chunked, chunked_sums = objective(batch)
     chunked.sum().backward()
     torch.testing.assert_close(chunked, whole)

@@ -156,7 +156,7 @@ def test_norms_are_not_decayed() -> None:
 def test_figures_follow_from_the_sums() -> None:
     sums = StepSums(2)
     sums.add(torch.tensor([[8.0, 3.0], [10.0, 8.0], [5.0, 2.0], [10.0, 4.0], [5.0, 1.0]]))
-    figures = sums.figures(step_decay=0.5)
+    figures = sums.figures(torch.tensor([1.0, 0.5]))
     assert figures["loss"] == pytest.approx(0.8 + 0.5 * 0.375)
     assert (figures["accuracy_step_0"], figures["accuracy_step_1"]) == (0.5, 0.25)
     assert (figures["conditional_accuracy_step_0"], figures["conditional_accuracy_step_1"]) == (0.5, 0.25)
