@@ -11,10 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from speculators import stages
-from speculators.config import load_config
-from speculators.errors import PipelineError
+from speculators.checkpoints.convert import convert, convert_back
+from speculators.checkpoints.research_formats import Layout
+from speculators.checkpoints.speculators_format import read_config, read_weights
+from speculators.checkpoints.stitch import stitch
+from speculators.config import BUILTIN_VERIFIER, RetrainConfig, VerifierConfig, load_config
+from speculators.errors import CheckpointError, PipelineError
 from speculators.manifest import Manifest
 from speculators.progress import TerminalProgress
+from speculators.verifier import resolve_verifier
 
 app = typer.Typer(
     name="speculators",
@@ -81,7 +86,7 @@ def export(config: ConfigOption = None, override: SetOption = None) -> None:
     """Validate the best checkpoint and write the folder that vLLM serves."""
     run = _open(config, override)
     _report(run, stages.run_export(run))
-    typer.echo(f"serve it: python -m vllm.entrypoints.openai.api_server --model {stages.drafter_folder(run)}")
+    typer.echo(f"serve it: {stages.servable_drafter(run).command}")
 
 
 @app.command("evaluate")
@@ -98,6 +103,51 @@ def plan(config: ConfigOption = None, override: SetOption = None) -> None:
     for stage in stages.stage_plans(run):
         state = "finished" if stage.finished(run.store) else "to do"
         typer.echo(f"{stage.stage.value:<12}{state:<10}{run.store.url_of(stage.directory)}")
+
+
+@app.command("convert")
+def convert_drafter(
+    source: Annotated[Path, typer.Argument(help="The drafter's folder.")],
+    target: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    to: Annotated[
+        Layout | None,
+        typer.Option(help="Write a drafter of the speculators format in this layout (SGLang reads them)."),
+    ] = None,
+    verifier: Annotated[
+        str, typer.Option(help="What the drafter drafts for: a folder, a hub id, or the built-in verifier.")
+    ] = BUILTIN_VERIFIER,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(help="Draft length that vLLM uses by default. Without it: 3, or as many as a block drafts."),
+    ] = None,
+) -> None:
+    """Convert research code's drafters (EAGLE-3: SafeAILab, SpecForge; DFlash: z-lab) to the speculators format.
+
+    With --to, the other way round.
+    """
+    if to is not None:
+        report = convert_back(source, target, to)
+    else:
+        resolved = resolve_verifier(RetrainConfig(verifier=VerifierConfig(model=verifier)))
+        report = convert(source, target, resolved, num_speculative_tokens)
+    typer.echo(f"{target}: {report.method}, {len(report.used)} tensors")
+    for name, reason in report.dropped.items():
+        typer.echo(f"  left out {name}: {reason}")
+    for note in report.notes:
+        typer.echo(f"  note: {note}")
+
+
+@app.command("stitch")
+def stitch_head(
+    drafter: Annotated[Path, typer.Argument(help="A trained MTP head: the drafter's folder.")],
+    verifier: Annotated[Path, typer.Argument(help="The verifier's checkpoint that it was trained from.")],
+    target: Annotated[Path, typer.Argument(help="A folder that does not exist yet: the verifier with the new head.")],
+) -> None:
+    """Put a fine-tuned MTP head into a copy of its verifier's checkpoint; every other tensor stays as it is."""
+    if read_config(drafter)["speculators_model_type"] != "mtp":
+        raise CheckpointError(f"{drafter} is no MTP head: it is served from its own folder.")
+    stitch(verifier, read_weights(drafter)[0], target)
+    typer.echo(f"{target}")
 
 
 def _ignore(metrics: dict[str, Any]) -> None:

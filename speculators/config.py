@@ -145,6 +145,12 @@ class TrainConfig(Section):
     max_anchors: int = Field(
         512, ge=1, description="Blocks in one batch of one process (dflash, dflash2, dspark), drawn at random."
     )
+    sliding_window: int | None = Field(
+        None,
+        ge=1,
+        description="Positions that a draft layer sees, counted back from its own (dflash, dflash2, dspark)."
+        " Empty: all.",
+    )
     epochs: int = Field(3, ge=1, description="Passes over the training samples.")
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate (AdamW, linear warm-up, cosine decay).")
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up.")
@@ -169,6 +175,8 @@ class TrainConfig(Section):
             raise ValueError("loss: every weight must be above 0, and one loss at least be given")
         if self.position_weights == "d_pace" and self.losses("kl_div") != {"ce": 1.0}:
             raise ValueError("position_weights d_pace needs loss: ce, whose values give the confidences")
+        if self.sliding_window is not None and self.method not in ("dflash", "dflash2", "dspark"):
+            raise ValueError(f"sliding_window: {self.method} has none in vLLM; dflash, dflash2 and dspark do")
         return self
 
 
@@ -221,6 +229,12 @@ class RetrainConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> RetrainConfig:
+        window = self.train.sliding_window
+        if window is not None and window <= self.evaluate.num_speculative_tokens:
+            raise ValueError(
+                f"train.sliding_window ({window}) must be more than evaluate.num_speculative_tokens"
+                f" ({self.evaluate.num_speculative_tokens}): a block has to fit into it"
+            )
         if self.prepare.max_length > self.serving.max_model_len - 1:
             raise ValueError(
                 f"prepare.max_length ({self.prepare.max_length}) must be below serving.max_model_len"

@@ -102,10 +102,13 @@ def plan_evaluation(config: RetrainConfig, prepare: StagePlan, drafter: str, ver
 
 def auxiliary_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
     """Layers that feed the drafter: the configured ones, or ``[2, L//2, L-3]`` for L decoder layers; rising, each once.
+    An MTP head has none: it reads the last layer.
 
     vLLM hands a drafter the states in this order whatever its configuration says (``_set_aux_hidden_state_layers`` in
     vllm/model_executor/models/interfaces.py), so it has to be trained on them in this order.
     """
+    if config.train.method == "mtp":
+        return []
     layers = verifier.num_layers
     return sorted(set(config.extract.aux_layer_ids or (min(2, layers), layers // 2, max(layers - 3, 1))))
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from speculators.checkpoints.export import export
+from speculators.checkpoints.servable import Servable, servable
+from speculators.checkpoints.stitch import head_names
 from speculators.config import RetrainConfig
 from speculators.data.prepare import prepare
 from speculators.data.regenerate import regenerate
@@ -64,6 +66,10 @@ def open_retraining(config: RetrainConfig) -> Retraining:
 
 def _check_fits(config: RetrainConfig, verifier: Verifier) -> None:
     """Refuse what vLLM would refuse later."""
+    if config.train.method == "mtp":
+        head_names(verifier.path)
+        if config.extract.aux_layer_ids:
+            raise ConfigError("extract.aux_layer_ids: an MTP head reads the last layer only. Leave it empty.")
     layers = verifier.num_layers
     for layer in auxiliary_layer_ids(config, verifier):
         if not 0 <= layer < layers:
@@ -165,9 +171,14 @@ def run_evaluate_other(run: Retraining, drafter: str, folder: Path, progress: Pr
 
 
 def drafter_folder(run: Retraining) -> Path:
-    """Local folder of the exported drafter, the one to give to ``vllm serve``."""
+    """Local folder of the exported drafter."""
     run.plan.export.require(run.store, "speculators export")
     return run.store.local_copy(run.plan.export.directory)
+
+
+def servable_drafter(run: Retraining) -> Servable:
+    """What to give to vLLM so that it serves the exported drafter."""
+    return servable(drafter_folder(run), run.verifier, run.work_dir / "cache")
 
 
 def stage_plans(run: Retraining) -> list[StagePlan]:

@@ -127,6 +127,11 @@ def read_text_config(path: Path) -> dict[str, Any]:
     return full.get("text_config", full)
 
 
+def read_architectures(path: Path) -> list[str]:
+    """config.json's ``architectures`` of a checkpoint folder; errors as :func:`read_text_config`."""
+    return _read_config(path).get("architectures") or []
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():

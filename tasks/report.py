@@ -71,7 +71,7 @@ def summary(
     lines += [
         "",
         f"Drafter:     {folder}",
-        f"Serve it:    python -m vllm.entrypoints.openai.api_server --model {folder}",
+        f"Serve it:    {stages.servable_drafter(run).command}",
         f"Registry:    {promotion.model} version {promotion.version}, alias {promotion.alias}",
         f"MLflow run:  {tracker.run_id} at {tracker.uri}",
     ]

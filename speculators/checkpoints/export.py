@@ -51,7 +51,7 @@ def export(config: RetrainConfig, plan: StagePlan, train_plan: StagePlan, store:
                 "architectures": verifier.architectures,
             },
             "method": described["speculators_model_type"],
-            "aux_layer_ids": described[METHODS[config.train.method].config.aux_key],
+            "aux_layer_ids": described.get(METHODS[config.train.method].config.aux_key, []),
             "training_figures": training.figures,
             "versions": package_versions(),
         }

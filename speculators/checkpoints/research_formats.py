@@ -328,6 +328,8 @@ def describe_dflash(config: dict[str, Any], num_layers: int | None, where: Path)
     layer = _section(config, "transformer_layer_config", where)
     ids = _layer_ids(config, DFlashConfig.aux_key, where)
     own = _own_keys(DFlashConfig, config, where)
+    if own["sliding_window"] is not None:
+        raise CheckpointError(f"{where}: sliding_window is set; in the layout z-lab such layers are causal in a block.")
     if own["sample_from_anchor"]:
         raise CheckpointError(f"{where}: sample_from_anchor is true; the layout z-lab drafts from mask tokens only.")
     if config.get("draft_vocab_size") != layer.get("vocab_size"):

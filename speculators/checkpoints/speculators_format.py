@@ -2,6 +2,9 @@
 
 What vLLM reads: vllm/transformers_utils/configs/speculators/ (config.json), and the loaders in
 vllm/model_executor/models/ (tensor names), such as llama_eagle3.py and qwen3_dflash.py.
+
+A fine-tuned MTP head is the exception: vLLM loads it from the verifier's checkpoint only. Its folder here holds the
+head's tensors under the verifier's names, to be stitched into a copy of the verifier (servable.py).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from speculators.errors import CheckpointError, DataError
 from speculators.models.drafter import Drafter, DrafterConfig
 from speculators.models.layers import RotaryEmbedding, rope_parameters
 from speculators.models.methods import METHODS
+from speculators.models.mtp import MtpConfig, MtpDrafter
 from speculators.models.verifier_head import VerifierHead
 from speculators.store import write_atomic
 from speculators.verifier import Verifier, read_text_config
@@ -71,6 +75,28 @@ def _describe(drafter: Drafter, verifier: Verifier, num_speculative_tokens: int)
     config = drafter.config
     name, method = next((name, method) for name, method in METHODS.items() if method.config is type(config))
     dtype_name = str(drafter.lm_head.weight.dtype).removeprefix("torch.")
+    described: dict[str, Any] = {
+        "architectures": [method.architecture],
+        "model_type": "speculators",
+        "speculators_model_type": name,
+        "speculators_version": FORMAT_VERSION,
+        "dtype": dtype_name,
+        "speculators_config": {
+            "algorithm": name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": verifier_name(verifier), "architectures": verifier.architectures},
+        },
+    }
+    if isinstance(config, MtpConfig):  # the verifier's own config.json says the rest
+        return described
     layer = {
         "model_type": config.layer_type,
         "architectures": [_LAYER_ARCHITECTURES[config.layer_type]],
@@ -91,31 +117,15 @@ def _describe(drafter: Drafter, verifier: Verifier, num_speculative_tokens: int)
         "bos_token_id": verifier.config.get("bos_token_id"),
         "eos_token_id": verifier.config.get("eos_token_id"),
         "dtype": dtype_name,
+        **config.layer_keys(),
     }
     return {
-        "architectures": [method.architecture],
-        "model_type": "speculators",
-        "speculators_model_type": name,
-        "speculators_version": FORMAT_VERSION,
-        "dtype": dtype_name,
+        **described,
         "transformer_layer_config": layer,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         config.aux_key: list(config.aux_layer_ids),
         **config.own_keys(),
-        "speculators_config": {
-            "algorithm": name,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": num_speculative_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": verifier_name(verifier), "architectures": verifier.architectures},
-        },
     }
 
 
@@ -173,15 +183,17 @@ def load_drafter(
         CheckpointError: A file, key or tensor is missing, unexpected or of a wrong shape; names the first.
     """
     config = read_config(folder)
-    shape = _shape(config, folder / CONFIG_FILE)
     tensors, mapping = read_weights(folder)
+    source = verifier_path or Path(_check_serving(config, folder / CONFIG_FILE))
+    if not source.is_dir():
+        raise CheckpointError(f"{folder / CONFIG_FILE}: the verifier {str(source)!r} is not a folder on this machine.")
+    if config["speculators_model_type"] == "mtp":
+        return _load_mtp(tensors, source), None, config
+    shape = _shape(config, folder / CONFIG_FILE)
     make = METHODS[config["speculators_model_type"]].drafter
     with torch.device("meta"):
         drafter = make(shape)
     _check_tensors(tensors, drafter, mapping, folder)
-    source = verifier_path or Path(config["speculators_config"]["verifier"]["name_or_path"])
-    if not source.is_dir():
-        raise CheckpointError(f"{folder / CONFIG_FILE}: the verifier {str(source)!r} is not a folder on this machine.")
     dtype = next(iter(tensors.values())).dtype
     drafter = make(shape).to(dtype)
     drafter.load_state_dict(tensors, strict=False)  # _check_tensors has seen that nothing else is missing
@@ -200,6 +212,14 @@ def validate_drafter(folder: Path, verifier: Verifier) -> None:
     """
     config = read_config(folder)
     where = folder / CONFIG_FILE
+    tensors, mapping = read_weights(folder)
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{folder / WEIGHTS_FILE}: tensor {name} has values that are not finite.")
+    if config["speculators_model_type"] == "mtp":
+        _check_serving(config, where)
+        _load_mtp(tensors, verifier.path)
+        return
     shape = _shape(config, where)
     for key, found, wanted in (
         ("target_hidden_size", shape.target_hidden_size, verifier.hidden_size),
@@ -214,13 +234,28 @@ def validate_drafter(folder: Path, verifier: Verifier) -> None:
                 f"{where}: {shape.aux_key} has {layer}; the verifier has {verifier.num_layers} layers,"
                 f" so ids go from 0 (embedding) to {verifier.num_layers - 1}."
             )
-    tensors, mapping = read_weights(folder)
     with torch.device("meta"):
         drafter = METHODS[config["speculators_model_type"]].drafter(shape)
     _check_tensors(tensors, drafter, mapping, folder)
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{folder / WEIGHTS_FILE}: tensor {name} has values that are not finite.")
+
+
+def _load_mtp(tensors: dict[str, Tensor], verifier_path: Path) -> MtpDrafter:
+    """The verifier's MTP head with these tensors, in float32."""
+    drafter = MtpDrafter(MtpConfig.for_folder(verifier_path))
+    drafter.initialise(VerifierHead.read(verifier_path, read_text_config(verifier_path), None))
+    drafter.load_head(tensors)
+    return drafter
+
+
+def _check_serving(config: dict[str, Any], where: Path) -> str:
+    """Check what every method's config.json says about drafting; the verifier that it names."""
+    serving = _Fields(config, where).section("speculators_config")
+    proposals = serving.get("proposal_methods", list)
+    if not proposals:
+        raise CheckpointError(f"{where}: speculators_config.proposal_methods is empty.")
+    if _Fields(proposals[0], where).get("speculative_tokens", int) < 1:
+        raise CheckpointError(f"{where}: speculative_tokens must be at least 1.")
+    return serving.section("verifier").get("name_or_path", str)
 
 
 def _shape(config: dict[str, Any], where: Path) -> DrafterConfig:
@@ -232,12 +267,7 @@ def _shape(config: dict[str, Any], where: Path) -> DrafterConfig:
     for key in ("attention_bias", "mlp_bias"):
         if layer.values.get(key):
             raise CheckpointError(f"{where}: transformer_layer_config.{key} is set; drafters here have no biases.")
-    proposals = head.section("speculators_config").get("proposal_methods", list)
-    if not proposals:
-        raise CheckpointError(f"{where}: speculators_config.proposal_methods is empty.")
-    if _Fields(proposals[0], where).get("speculative_tokens", int) < 1:
-        raise CheckpointError(f"{where}: speculative_tokens must be at least 1.")
-    head.section("speculators_config").section("verifier").get("name_or_path", str)
+    _check_serving(config, where)
     aux = head.get(kind.aux_key, list)
     if not aux or not all(type(i) is int for i in aux) or len(set(aux)) != len(aux):
         raise CheckpointError(f"{where}: {kind.aux_key} is {aux}; it must be different layer numbers.")
@@ -277,6 +307,12 @@ def _shape(config: dict[str, Any], where: Path) -> DrafterConfig:
         raise CheckpointError(
             f"{where}: draft_vocab_size is {shape.draft_vocab_size}; it must be between 1 and the verifier's"
             f" {shape.vocab_size}."
+        )
+    name = config["speculators_model_type"]
+    if METHODS[name].drafter.full_vocabulary and shape.draft_vocab_size != shape.vocab_size:
+        raise CheckpointError(
+            f"{where}: draft_vocab_size is {shape.draft_vocab_size}; {name} needs the whole vocabulary of"
+            f" {shape.vocab_size} tokens."
         )
     try:
         RotaryEmbedding(shape.head_dim, shape.rope_parameters)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculators.checkpoints.servable import servable
 from speculators.config import RetrainConfig
 from speculators.data.prepare import EvaluationPrompt, load_held_out
 from speculators.errors import CheckpointError, ConfigError, DataError, ServingError
@@ -236,7 +237,7 @@ class _Evaluation:
         return value
 
     def run_with_drafter(self) -> dict[str, Any]:
-        """Greedy answers and counters of vLLM with the drafter, loaded from the drafter's folder alone."""
+        """Greedy answers and counters of vLLM with the drafter, loaded from its folder alone (see :func:`servable`)."""
         env: dict[str, str] = {}
         if self.config.train.method in _NEEDS_TRITON and self.config.serving.device == "cpu":
             env = triton_interpreter(self.config.serving)
@@ -245,7 +246,8 @@ class _Evaluation:
                 " acceptance is right, the throughput says nothing.",
                 self.config.train.method,
             )
-        with self._server(self.drafter_dir, "vllm-with-drafter", env) as server:
+        served = servable(self.drafter_dir, self.verifier, Path(self.config.work_dir) / "cache")
+        with self._server(served.model, "vllm-with-drafter", served.arguments, env) as server:
             run = self._measure(server, "With the drafter")
             return {
                 "run": run.to_json(),
@@ -309,10 +311,12 @@ class _Evaluation:
         return results
 
     @contextmanager
-    def _server(self, model: Path, name: str, env: Mapping[str, str] | None = None) -> Iterator[VllmServer]:
+    def _server(
+        self, model: Path, name: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> Iterator[VllmServer]:
         """A running server; when a request fails because the server died, the error says why it died."""
-        work_dir = Path(self.config.work_dir)
-        with VllmServer(self.config.serving, model, work_dir, name=name, extra_args=_SERVER_ARGS, env=env) as server:
+        work_dir, extra = Path(self.config.work_dir), [*_SERVER_ARGS, *arguments]
+        with VllmServer(self.config.serving, model, work_dir, name=name, extra_args=extra, env=env) as server:
             try:
                 yield server
             except ServingError:

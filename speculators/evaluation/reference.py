@@ -1,4 +1,4 @@
-"""The reference decoder: greedy draft-and-verify in plain torch, step for step what vLLM's proposers do.
+"""The reference decoder: draft and verify in plain torch, step for step what vLLM's proposers do.
 
 vLLM's acceptance on the same prompts must agree with it. Where it does not, the drafter's checkpoint means something
 else to vLLM than it meant in training (layer ids, shifts, RoPE, vocabulary mapping).
@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from speculators.checkpoints.speculators_format import load_drafter
 from speculators.data.prepare import EvaluationPrompt
 from speculators.evaluation.acceptance import Acceptance
-from speculators.models.drafter import Proposer
+from speculators.models.drafter import BEST, Drafter, Proposer, SampledChoice
 from speculators.progress import Progress
 from speculators.verifier import Verifier
 
@@ -104,6 +105,83 @@ def reference_decode(
     return ReferenceResult(_cut(chosen[:emitted], max_tokens, stop_ids), drafts, sum(per_position), per_position)
 
 
+@torch.inference_mode()
+def reference_sample(
+    verifier_model: nn.Module,
+    drafter: Drafter,
+    kept_ids: Tensor | None,
+    prompt_token_ids: Sequence[int],
+    num_speculative_tokens: int,
+    max_tokens: int,
+    stop_ids: Collection[int],
+    temperature: float,
+    generator: torch.Generator,
+    sampled_drafts: bool = False,
+) -> ReferenceResult:
+    """Generate at a temperature with rejection sampling (arXiv 2211.17192, algorithm 1).
+
+    A draft token x is accepted with probability ``min(1, p(x) / q(x))``, p being the verifier's and q the drafter's
+    distribution; the first one that is not is replaced by one drawn from ``max(p - q, 0)``, normalised. So the answer
+    is distributed as the verifier's own, whatever the drafter.
+
+    Args:
+        drafter: On the verifier's device, in eval mode.
+        kept_ids: int64 [Vd], verifier ids of the draft vocabulary; None when it is the whole one.
+        temperature: Above 0.
+        generator: Makes every random choice; of the verifier's device.
+        sampled_drafts: Draw drafts from q at this temperature. Else the drafter proposes its best tokens, q is 1 there,
+            and a token is accepted with probability p(x): vLLM's default (``draft_sample_method``).
+
+    Other arguments and the result: see :func:`reference_decode`.
+    """
+    vocabulary = drafter.config.vocab_size
+    sampled = SampledChoice(vocabulary, temperature, generator) if sampled_drafts else None
+    proposer = drafter.proposer(kept_ids, num_speculative_tokens, sampled or BEST)
+    with _Verifier.attached(verifier_model, drafter.state_layer_ids) as verifier:
+        logits, states = verifier.read(list(prompt_token_ids), keep=1)
+        generated = [_draw((logits[0].float() / temperature).softmax(dim=-1), generator)]
+        drafts, per_position = 0, [0] * num_speculative_tokens
+        shifted = [*prompt_token_ids[1:], generated[0]]
+        while len(generated) < max_tokens and not set(stop_ids) & set(generated):
+            if sampled is not None:
+                sampled.clear()
+            draft = proposer.propose(states, shifted)
+            logits, states = verifier.read([generated[-1], *draft], keep=len(draft) + 1)
+            target = (logits.float() / temperature).softmax(dim=-1)
+            if sampled is not None:
+                proposed = torch.stack(sampled.distributions)
+            else:
+                proposed = F.one_hot(torch.tensor(draft, device=target.device), vocabulary).to(target.dtype)
+            shifted = reject(draft, proposed, target, generator)
+            for position in range(len(shifted) - 1):
+                per_position[position] += 1
+            verifier.forget(len(draft) + 1 - len(shifted))
+            states = states[: len(shifted)]
+            drafts += 1
+            generated += shifted
+    return ReferenceResult(_cut(generated, max_tokens, stop_ids), drafts, sum(per_position), per_position)
+
+
+def reject(draft: Sequence[int], proposed: Tensor, target: Tensor, generator: torch.Generator) -> list[int]:
+    """The accepted tokens of a draft, and the one that follows them (arXiv 2211.17192, algorithm 1).
+
+    Args:
+        draft: K tokens.
+        proposed: [K, V], the distribution that each was drawn from.
+        target: [K + 1, V], the verifier's distributions there and behind the draft.
+        generator: Makes the random choices.
+    """
+    for position, token in enumerate(draft):
+        p, q = target[position], proposed[position]
+        if torch.rand((), generator=generator, device=p.device) * q[token] >= p[token]:
+            return [*draft[:position], _draw((p - q).clamp(min=0), generator)]
+    return [*draft, _draw(target[-1], generator)]
+
+
+def _draw(weights: Tensor, generator: torch.Generator) -> int:
+    return int(torch.multinomial(weights, 1, generator=generator))
+
+
 def _agreeing(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
     count = 0
@@ -150,10 +228,12 @@ class _Verifier:
         """A verifier with an empty cache, whose model is left without hooks afterwards.
 
         Args:
-            layer_ids: Layer i's output is the input of decoder layer i counted from 0; 0 is the embedding's output.
+            layer_ids: Layer i's output is the input of decoder layer i counted from 0; 0 is the embedding's output, and
+                the number of layers is the last one's, before the final norm.
         """
         verifier = cls(model, layer_ids)
-        layers = model.get_decoder().layers  # type: ignore[operator]
+        decoder = model.get_decoder()  # type: ignore[operator]
+        readers = [*decoder.layers, decoder.norm]
 
         def catch(layer_id: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,7 +241,7 @@ class _Verifier:
 
             return hook
 
-        handles = [layers[i].register_forward_pre_hook(catch(i), with_kwargs=True) for i in layer_ids]
+        handles = [readers[i].register_forward_pre_hook(catch(i), with_kwargs=True) for i in layer_ids]
         try:
             yield verifier
         finally:
@@ -170,14 +250,15 @@ class _Verifier:
 
     def start(self, prompt_token_ids: Sequence[int]) -> None:
         """Read the prompt and choose the first token."""
-        self.chosen, self.states = self._forward(list(prompt_token_ids), keep=1)
+        logits, self.states = self.read(list(prompt_token_ids), keep=1)
+        self.chosen = logits.argmax(dim=-1).tolist()
 
     def extend(self, guess: Sequence[int]) -> None:
         """Go on by one token at least, and by one more for each token of the guess that would be chosen as well."""
-        choices, states = self._forward([self.chosen[-1], *guess], keep=len(guess) + 1)
+        logits, states = self.read([self.chosen[-1], *guess], keep=len(guess) + 1)
+        choices = logits.argmax(dim=-1).tolist()
         right = _agreeing(guess, choices)
-        if right < len(guess):
-            self.cache.crop(right - len(guess))
+        self.forget(len(guess) - right)
         self.chosen += choices[: right + 1]
         self.states = torch.cat([self.states, states[: right + 1]])
 
@@ -186,11 +267,16 @@ class _Verifier:
         while len(self.chosen) < len(expected) and _agreeing(self.chosen, expected) == len(self.chosen):
             self.extend(expected[len(self.chosen) : len(self.chosen) + _CHECKED_AT_ONCE])
 
-    def _forward(self, token_ids: list[int], keep: int) -> tuple[list[int], Tensor]:
+    def forget(self, tokens: int) -> None:
+        """Drop that many tokens from the end of the cache."""
+        if tokens:
+            self.cache.crop(-tokens)
+
+    def read(self, token_ids: list[int], keep: int) -> tuple[Tensor, Tensor]:
         """Run over tokens that follow those read so far.
 
         Returns:
-            The choices after the last ``keep`` tokens, and the auxiliary states [tokens, layers, H] of all.
+            The logits [keep, V] after the last ``keep`` tokens, and the drafter's states [tokens, layers, H] of all.
         """
         start = self.cache.get_seq_length()
         positions = torch.arange(start, start + len(token_ids), device=self.device)
@@ -202,7 +288,7 @@ class _Verifier:
             **{self.cache_argument: self.cache},
         )
         states = torch.stack([self.caught[i] for i in self.layer_ids], dim=1)
-        return output.logits[0].argmax(dim=-1).tolist(), states
+        return output.logits[0], states
 
 
 def stop_token_ids(verifier: Path, trust_remote_code: bool) -> set[int]:
@@ -255,7 +341,7 @@ def decode_prompts(
         results[prompt.sample_id] = reference_decode(
             model,
             drafter.proposer(kept_ids, num_speculative_tokens),
-            drafter.config.aux_layer_ids,
+            drafter.state_layer_ids,
             prompt.prompt_token_ids.tolist(),
             num_speculative_tokens,
             limits[prompt.sample_id],

@@ -24,6 +24,7 @@ from speculators.hidden_states.format import (
     cached_layers,
     token_checksum,
 )
+from speculators.hidden_states.vllm_plugin import MIMO_WITH_HIDDEN_STATES
 from speculators.manifest import Manifest, StagePlan
 from speculators.progress import Progress
 from speculators.serving.client import VllmClient
@@ -79,7 +80,7 @@ def extract(
             verifier.path,
             Path(config.work_dir),
             name="vllm-extract",
-            extra_args=_server_arguments(config, plan, store, layer_ids),
+            extra_args=_server_arguments(config, plan, store, verifier, layer_ids),
             env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         ) as server:
             started = time.monotonic()
@@ -88,7 +89,9 @@ def extract(
     return _finish(plan, store, shards, verifier, sum(len(sample.token_ids) for sample in missing), seconds)
 
 
-def _server_arguments(config: RetrainConfig, plan: StagePlan, store: Store, layer_ids: list[int]) -> list[str]:
+def _server_arguments(
+    config: RetrainConfig, plan: StagePlan, store: Store, verifier: Verifier, layer_ids: list[int]
+) -> list[str]:
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -108,6 +111,8 @@ def _server_arguments(config: RetrainConfig, plan: StagePlan, store: Store, laye
             "idle_flush_s": _IDLE_FLUSH_S,
         },
     }
+    is_mimo = verifier.architectures == ["MiMoForCausalLM"]
+    overrides = ["--hf-overrides", json.dumps({"architectures": [MIMO_WITH_HIDDEN_STATES]})] if is_mimo else []
     # Without prefix caching every sample's states are computed in its own request: a block shared with a request that
     # was aborted, or whose states were never cached, would hold nothing.
     return [
@@ -116,6 +121,7 @@ def _server_arguments(config: RetrainConfig, plan: StagePlan, store: Store, laye
         json.dumps(speculative),
         "--kv-transfer-config",
         json.dumps(transfer),
+        *overrides,
     ]
 
 

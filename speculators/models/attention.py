@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from speculators.models.layers import RMSNorm, RotaryEmbedding, rotate
+
+# Above this many attention scores they are computed part by part, and again in the backward pass.
+MAX_SCORES = 1 << 27
 
 
 @dataclass
@@ -57,6 +62,94 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], positions]
 
 
+def rows_at_once(queries: Tensor, keys: int) -> int:
+    """How many of the queries [B, heads, Q, head_dim] may be scored at once against so many keys."""
+    return max(1, MAX_SCORES // (queries.shape[0] * queries.shape[1] * keys))
+
+
+def in_parts(compute: Callable[..., Tensor], at_once: int, *arguments: Tensor) -> Tensor:
+    """Compute part by part along dimension 2, which all arguments and the result share.
+
+    With more than one part, nothing of a part but its result is kept: it is computed again in the backward pass.
+    """
+    total = arguments[0].shape[2]
+    if total <= at_once:
+        return compute(*arguments)
+    parts = []
+    for part in zip(*(x.split(at_once, dim=2) for x in arguments), strict=True):
+        again = torch.is_grad_enabled()
+        parts.append(checkpoint(compute, *part, use_reentrant=False) if again else compute(*part))
+    return torch.cat(parts, dim=2)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Sequence[Tensor] = ()) -> Tensor:
+    """Attention over common keys, and over further keys that each query has of its own.
+
+    The own keys are merged in by the logarithm of the softmax's total, one scalar score each, so the keys of K steps
+    never lie side by side.
+
+    Args:
+        queries: [B, heads, Q, head_dim], scaled.
+        keys: [B, heads, S, head_dim].
+        values: [B, heads, S, head_dim].
+        mask: bool [B, 1, Q, S]; every query sees a key.
+        own: Keys and values in turn, each [B, heads, Q, head_dim].
+
+    Returns:
+        [B, heads, Q, head_dim].
+    """
+    scores = (queries @ keys.transpose(-1, -2)).masked_fill(~mask, float("-inf"))
+    mixed = scores.softmax(dim=-1) @ values
+    if not own:
+        return mixed
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    for key, value in zip(own[::2], own[1::2], strict=True):
+        score = (queries * key).sum(dim=-1, keepdim=True)
+        merged = torch.logaddexp(total, score)
+        mixed = (total - merged).exp() * mixed + (score - merged).exp() * value
+        total = merged
+    return mixed
+
+
+def attend_steps(queries: Tensor, keys: Tensor, values: Tensor, past: StepKeys, mask: Tensor) -> Tensor:
+    """Attention of one training-time-test step.
+
+    A query attends to the step-0 keys that ``mask`` allows and to its own diagonal in every later step (arXiv
+    2503.01840, figure 6); see :func:`attend`.
+
+    Args:
+        queries: [B, heads, Q, head_dim], scaled.
+        keys: [B, kv_heads, Q, head_dim]; at step 0 of all S positions, as ``values``.
+        past: Keys and values of earlier steps; this step's are added.
+        mask: bool [B, 1, Q, S] over step-0 keys.
+
+    Returns:
+        [B, heads, Q, head_dim].
+    """
+    past.keys.append(_per_query_head(keys, queries))
+    past.values.append(_per_query_head(values, queries))
+    asking = queries.shape[2]
+    own = [x[:, :, :asking] for pair in zip(past.keys[1:], past.values[1:], strict=True) for x in pair]
+    return in_parts(
+        lambda q, seen, *own: attend(q, past.keys[0], past.values[0], seen, own),
+        rows_at_once(queries, mask.shape[-1]),
+        *(queries, mask, *own),
+    )
+
+
+def attend_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: KeyValueCache) -> Tensor:
+    """Causal attention of n new tokens over cached and new ones; shapes as in :func:`attend_steps` with B = 1."""
+    keys, values = cache.append(keys, values)
+    new, total = queries.shape[2], keys.shape[2]
+    mask = torch.ones(1, 1, new, total, dtype=torch.bool, device=queries.device).tril(total - new)
+    return attend(queries, _per_query_head(keys, queries), _per_query_head(values, queries), mask)
+
+
+def _per_query_head(x: Tensor, queries: Tensor) -> Tensor:
+    """Keys or values [B, kv_heads, ...] repeated for each of the queries' heads."""
+    return x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1)
+
+
 class DraftAttention(nn.Module):
     """Grouped-query attention of one draft layer.
 
@@ -89,10 +182,7 @@ class DraftAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, past: StepKeys, mask: Tensor, queried: Tensor | None = None
     ) -> Tensor:
-        """One training-time-test step.
-
-        A query attends to the step-0 keys that ``mask`` allows and to its own diagonal in every later step: those are
-        one scalar score each, so no (k+1)S keys are ever built (arXiv 2503.01840, figure 6).
+        """One training-time-test step; see :func:`attend_steps`.
 
         Args:
             x: [B, Q, input_size], where Q may be fewer than step 0's S positions; of a later step's drafts the first Q
@@ -106,28 +196,12 @@ class DraftAttention(nn.Module):
             [B, Q, H].
         """
         queries, keys, values = self._project(x, positions, queried)
-        past.keys.append(self._repeat(keys))
-        past.values.append(self._repeat(values))
-        scale = 1 / math.sqrt(self.head_dim)
-        causal = (queries @ past.keys[0].transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
-        asking = queries.shape[2]
-        diagonal = [(queries * k[:, :, :asking]).sum(dim=-1, keepdim=True) * scale for k in past.keys[1:]]
-        weights = torch.cat([causal, *diagonal], dim=-1).softmax(dim=-1)
-        size = mask.shape[-1]
-        mixed = weights[..., :size] @ past.values[0]
-        for step, value in enumerate(past.values[1:]):
-            mixed = mixed + weights[..., size + step, None] * value[:, :, :asking]
-        return self._output(mixed)
+        return self._output(attend_steps(queries / math.sqrt(self.head_dim), keys, values, past, mask))
 
     def decode(self, x: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
         """Causal attention of n new tokens over cached and new ones; x is [1, n, input_size]."""
         queries, keys, values = self._project(x, positions)
-        keys, values = cache.append(keys, values)
-        keys, values = self._repeat(keys), self._repeat(values)
-        new, total = x.shape[1], keys.shape[2]
-        mask = torch.ones(new, total, dtype=torch.bool, device=x.device).tril(total - new)
-        scores = (queries @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)).masked_fill(~mask, float("-inf"))
-        return self._output(scores.softmax(dim=-1) @ values)
+        return self._output(attend_cached(queries / math.sqrt(self.head_dim), keys, values, cache))
 
     def _project(self, x: Tensor, positions: Tensor, queried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._rotary[0](positions, x.dtype)
@@ -143,9 +217,6 @@ class DraftAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
-
-    def _repeat(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(self.num_heads // self.num_key_value_heads, dim=1)
 
     def _output(self, mixed: Tensor) -> Tensor:
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from speculators.config import TrainConfig
 from speculators.models.blocks import BlockConfig, BlockDrafter, BlockLayer, BlockObjective, Context
+from speculators.models.drafter import Choice
 from speculators.models.layers import RotaryEmbedding
 from speculators.models.losses import Distributions
 from speculators.models.verifier_head import VerifierHead
@@ -128,19 +129,18 @@ class DFlash2Drafter(BlockDrafter):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def initialise(self, head: VerifierHead) -> None:
-        super().initialise(head)
+    def initialise(self, head: VerifierHead, states: Tensor | None = None) -> None:
+        super().initialise(head, states)
         for module in self.modules():
             if isinstance(module, (GroupedConv, CandidateSelector)):
                 module.initialise()
 
-    def choose(self, hidden: Tensor, anchor_token: int, kept_ids: Tensor | None) -> list[int]:
+    def choose(self, hidden: Tensor, anchor_token: int, kept_ids: Tensor | None, choice: Choice) -> list[int]:
         scores, candidates = self.lm_head(hidden).topk(self.config.selector_top_k, dim=-1)
-        draft, previous = [], torch.tensor(anchor_token, device=hidden.device)
+        draft: list[int] = []
         for state, score, candidate in zip(hidden, scores, candidates, strict=True):
-            best = (score + self.candidate_selector(state, previous, candidate)).argmax()
-            previous = candidate[best]
-            draft.append(int(previous))
+            previous = torch.tensor(draft[-1] if draft else anchor_token, device=hidden.device)
+            draft.append(choice(score + self.candidate_selector(state, previous, candidate), candidate))
         return draft
 
     def objective(self, head: VerifierHead, kept_ids: Tensor | None, train: TrainConfig) -> DFlash2Objective:

@@ -97,6 +97,10 @@ class DrafterConfig:
             "aux_layer_ids": tuple(setting.aux_layer_ids),
         }
 
+    def layer_keys(self) -> dict[str, Any]:
+        """The method's own keys of config.json's ``transformer_layer_config``."""
+        return {}
+
     def own_keys(self) -> dict[str, Any]:
         """The method's own keys of config.json, as vLLM reads them."""
         return {}
@@ -129,6 +133,48 @@ class DraftSetting:
     mask_token_id: int
 
 
+class Choice:
+    """How a proposer takes a token from its logits: the best one."""
+
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> int:
+        """A token.
+
+        Args:
+            logits: [n].
+            ids: int64 [n], the tokens (verifier ids) that they stand for; None for 0 to n-1.
+        """
+        return self._token(logits.argmax(), ids)
+
+    @staticmethod
+    def _token(place: Tensor, ids: Tensor | None) -> int:
+        return int(place if ids is None else ids[place])
+
+
+BEST = Choice()
+
+
+class SampledChoice(Choice):
+    """A random token at a temperature.
+
+    Attributes:
+        distributions: For each token since the last :meth:`clear`, the distribution [V] that it was drawn from.
+    """
+
+    def __init__(self, vocab_size: int, temperature: float, generator: torch.Generator) -> None:
+        self.vocab_size, self.temperature, self.generator = vocab_size, temperature, generator
+        self.distributions: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> int:
+        probabilities = (logits.float() / self.temperature).softmax(dim=-1)
+        places = torch.arange(len(logits), device=logits.device) if ids is None else ids
+        self.distributions.append(probabilities.new_zeros(self.vocab_size).index_put((places,), probabilities))
+        return self._token(torch.multinomial(probabilities, 1, generator=self.generator)[0], ids)
+
+    def clear(self) -> None:
+        """Forget the distributions: a new draft begins."""
+        self.distributions = []
+
+
 class Proposer(Protocol):
     """Drafts for one sequence, with what it keeps of the verified positions: what vLLM's proposer does."""
 
@@ -136,7 +182,7 @@ class Proposer(Protocol):
     """Verified positions that it has read."""
 
     def propose(self, states: Tensor, shifted: Sequence[int]) -> list[int]:
-        """Draft K tokens, greedily.
+        """Draft K tokens, each as the proposer's :class:`Choice` takes it.
 
         Args:
             states: The verifier's states [n, layers, H] at the positions verified since the last proposal.
@@ -158,6 +204,11 @@ class Drafter(nn.Module, ABC):
     """Whether the method cannot have a reduced vocabulary."""
 
     @property
+    def state_layer_ids(self) -> tuple[int, ...]:
+        """Verifier layers whose states a proposer reads, 0 being the embedding's output."""
+        return self.config.aux_layer_ids
+
+    @property
     def shares_lm_head(self) -> bool:
         """Whether lm_head is the verifier's, frozen and not part of the checkpoint."""
         return False
@@ -170,11 +221,12 @@ class Drafter(nn.Module, ABC):
         return state
 
     @abstractmethod
-    def initialise(self, head: VerifierHead) -> None:
+    def initialise(self, head: VerifierHead, states: Tensor | None = None) -> None:
         """Start from what the verifier knows.
 
         Args:
             head: The verifier's head, its ``lm_head`` at the draft vocabulary.
+            states: Auxiliary states [n, n_aux * H] of some tokens of the data, for methods that can make use of them.
         """
 
     @abstractmethod
@@ -187,7 +239,7 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def proposer(self, kept_ids: Tensor | None, num_speculative_tokens: int) -> Proposer:
+    def proposer(self, kept_ids: Tensor | None, num_speculative_tokens: int, choice: Choice = BEST) -> Proposer:
         """A proposer for one new sequence, in eval mode."""
 
 

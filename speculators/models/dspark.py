@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from speculators.config import TrainConfig
 from speculators.models.blocks import BlockConfig, BlockDrafter, BlockObjective
+from speculators.models.drafter import Choice
 from speculators.models.losses import Distributions
 from speculators.models.verifier_head import VerifierHead
 
@@ -87,21 +88,20 @@ class DSparkDrafter(BlockDrafter):
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
 
-    def initialise(self, head: VerifierHead) -> None:
+    def initialise(self, head: VerifierHead, states: Tensor | None = None) -> None:
         """As DFlash; the Markov head adds nothing at first."""
-        super().initialise(head)
+        super().initialise(head, states)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
         nn.init.zeros_(self.markov_head.markov_w2.weight)
         nn.init.zeros_(self.confidence_head.proj.weight)
         nn.init.zeros_(self.confidence_head.proj.bias)
 
-    def choose(self, hidden: Tensor, anchor_token: int, kept_ids: Tensor | None) -> list[int]:
-        base, draft, previous = self.lm_head(hidden), [], anchor_token
-        for logits in base:
+    def choose(self, hidden: Tensor, anchor_token: int, kept_ids: Tensor | None, choice: Choice) -> list[int]:
+        draft: list[int] = []
+        for logits in self.lm_head(hidden):
+            previous = draft[-1] if draft else anchor_token
             bias = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[previous])
-            best = (logits + bias).argmax()
-            previous = int(best if kept_ids is None else kept_ids[best])
-            draft.append(previous)
+            draft.append(choice(logits + bias, kept_ids))
         return draft
 
     def objective(self, head: VerifierHead, kept_ids: Tensor | None, train: TrainConfig) -> DSparkObjective:

@@ -9,6 +9,7 @@ from speculators.models.dflash2 import DFlash2Config, DFlash2Drafter
 from speculators.models.drafter import Drafter, DrafterConfig
 from speculators.models.dspark import DSparkConfig, DSparkDrafter
 from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
+from speculators.models.mtp import MtpConfig, MtpDrafter
 from speculators.models.peagle import PEagleConfig, PEagleDrafter
 
 
@@ -31,4 +32,5 @@ METHODS: dict[str, Method] = {
     "dflash": Method(DFlashConfig, DFlashDrafter, "DFlashDraftModel"),
     "dflash2": Method(DFlash2Config, DFlash2Drafter, "DFlash2DraftModel"),
     "dspark": Method(DSparkConfig, DSparkDrafter, "Qwen3DSparkModel"),
+    "mtp": Method(MtpConfig, MtpDrafter, "MTPDraftModel"),
 }

@@ -17,16 +17,15 @@ from torch.nn import functional as F
 
 from speculators.config import TrainConfig
 from speculators.models.attention import StepKeys, document_mask, take
-from speculators.models.batch import PackedBatch
-from speculators.models.drafter import DraftSetting, Objective, batch_generator, shift
-from speculators.models.eagle3 import (
-    Eagle3Config,
-    Eagle3Drafter,
-    Eagle3Objective,
-    Eagle3Proposer,
+from speculators.models.autoregressive import (
+    AutoregressiveObjective,
+    AutoregressiveProposer,
     counted_positions,
     first_positions,
 )
+from speculators.models.batch import PackedBatch
+from speculators.models.drafter import BEST, Choice, DraftSetting, Objective, batch_generator, shift
+from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
 from speculators.models.verifier_head import VerifierHead
 
 # How many drafts of one depth go on to the next in training, and the least share that reaches any depth.
@@ -73,8 +72,8 @@ class PEagleDrafter(Eagle3Drafter):
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.aux_layer_ids) * config.target_hidden_size))
 
-    def initialise(self, head: VerifierHead) -> None:
-        super().initialise(head)
+    def initialise(self, head: VerifierHead, states: Tensor | None = None) -> None:
+        super().initialise(head, states)
         nn.init.normal_(self.mask_hidden, std=0.02)
 
     def masked(self) -> tuple[Tensor, Tensor]:
@@ -82,13 +81,15 @@ class PEagleDrafter(Eagle3Drafter):
         return self.fuse(self.mask_hidden[0, 0]), self.embed_tokens[self.config.mask_token_id]
 
     def objective(self, head: VerifierHead, kept_ids: Tensor | None, train: TrainConfig) -> Objective:
-        return PEagleObjective(self, head, kept_ids, train)
+        decay = 1.0 if train.step_decay is None else train.step_decay
+        weights = [decay**k for k in range(self.config.depths)]
+        return PEagleObjective(self, head, kept_ids, weights, train.losses("kl_div"))
 
-    def proposer(self, kept_ids: Tensor | None, num_speculative_tokens: int) -> PEagleProposer:
-        return PEagleProposer(self, kept_ids, num_speculative_tokens)
+    def proposer(self, kept_ids: Tensor | None, num_speculative_tokens: int, choice: Choice = BEST) -> PEagleProposer:
+        return PEagleProposer(self, kept_ids, num_speculative_tokens, choice)
 
 
-class PEagleObjective(Eagle3Objective):
+class PEagleObjective(AutoregressiveObjective):
     """All depths in one pass. In training, each depth keeps a random share of the drafts of the one before (conditional
     drop of tokens, the paper's COD), so that memory does not grow with K; in validation all are kept.
 
@@ -96,11 +97,6 @@ class PEagleObjective(Eagle3Objective):
     """
 
     drafter: PEagleDrafter
-
-    def __init__(self, drafter: PEagleDrafter, head: VerifierHead, kept_ids: Tensor | None, train: TrainConfig) -> None:
-        decay = 1.0 if train.step_decay is None else train.step_decay
-        weights = [decay**k for k in range(drafter.config.depths)]
-        Objective.__init__(self, drafter, head, kept_ids, weights, train.losses("kl_div"))
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         counted = counted_positions(batch, self.steps)
@@ -149,7 +145,7 @@ class PEagleObjective(Eagle3Objective):
         return [drafter.norm(state) for state in (features, *deeper)]
 
 
-class PEagleProposer(Eagle3Proposer):
+class PEagleProposer(AutoregressiveProposer):
     """Drafts K tokens in one pass."""
 
     drafter: PEagleDrafter
@@ -164,4 +160,4 @@ class PEagleProposer(Eagle3Proposer):
         hidden, _ = self.decode(features, tokens, self.length)
         self.length += len(shifted)
         self.cache.truncate(self.length)
-        return [self.best(state) for state in hidden[len(shifted) - 1 :]]
+        return [self.choose(state) for state in hidden[len(shifted) - 1 :]]

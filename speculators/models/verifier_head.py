@@ -158,11 +158,13 @@ class VerifierHead(nn.Module):
     @torch.no_grad()
     def logits(self, last_state: Tensor) -> Tensor:
         """The verifier's logits [n, Vd] from its last states [n, H] (before the final norm)."""
+        return self.scaling.apply(F.linear(self.normed(last_state), self.lm_head))
+
+    def normed(self, last_state: Tensor) -> Tensor:
+        """Last states after the final norm, same shape."""
         if self.norm == "layer":
-            normed = F.layer_norm(last_state, self.norm_weight.shape, self.norm_weight, self.norm_bias, self.norm_eps)
-        else:
-            normed = rms_norm(last_state, self.norm_weight, self.norm_eps)
-        return self.scaling.apply(F.linear(normed, self.lm_head))
+            return F.layer_norm(last_state, self.norm_weight.shape, self.norm_weight, self.norm_bias, self.norm_eps)
+        return rms_norm(last_state, self.norm_weight, self.norm_eps)
 
 
 class _Tensors:

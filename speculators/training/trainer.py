@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from speculators.checkpoints.speculators_format import read_weights, save_drafter
+from speculators.checkpoints.stitch import read_mtp_head
 from speculators.config import TrainConfig
 from speculators.data.prepare import load_samples, load_vocab_mapping
 from speculators.data.vocabulary import VocabMapping
@@ -23,6 +24,7 @@ from speculators.hidden_states.reader import HiddenStateReader
 from speculators.models.batch import PackedBatch
 from speculators.models.drafter import Drafter, DraftSetting
 from speculators.models.methods import METHODS
+from speculators.models.mtp import MtpDrafter
 from speculators.models.verifier_head import VerifierHead
 from speculators.training.batches import BatchLoader, plan_epoch
 from speculators.training.job import TrainingJob, emit
@@ -116,8 +118,11 @@ class Trainer:
             mask_token_id=self._mask_token_id(head.embed_tokens),
         )
         self.drafter = method.drafter(method.config.for_verifier(job.verifier, setting))
-        self.drafter.initialise(head)
-        if self.config.init_from is not None:
+        self.drafter.initialise(head, self._some_states())
+        if isinstance(self.drafter, MtpDrafter):
+            start = self.config.init_from
+            self.drafter.load_head(read_weights(Path(start))[0] if start else read_mtp_head(job.verifier.path).tensors)
+        elif self.config.init_from is not None:
             warm_start(self.drafter, Path(self.config.init_from), self.vocab_mapping)
         objective = self.drafter.objective(head, kept_ids, self.config).to(self.device)
         self.steps, self.weights = objective.steps, objective.weights
@@ -125,11 +130,17 @@ class Trainer:
         self.parameters = {n: p for n, p in self.drafter.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters, self.config)
 
+    def _some_states(self) -> torch.Tensor | None:
+        """Auxiliary states [n, n_aux * H] of a few training samples."""
+        if not self.job.aux_layer_ids:
+            return None
+        return torch.cat([self.reader.read(name)[:, :-1].flatten(1).float() for name in sorted(self.lengths)[:8]])
+
     def _mask_token_id(self, embeddings: torch.Tensor) -> int:
         """A token that the data never use; of those, the one whose embedding is of the most usual size."""
         used = torch.zeros(len(embeddings), dtype=torch.bool)
         for sample in self.samples.values():
-            used[torch.from_numpy(sample.token_ids).long()] = True
+            used[torch.tensor(sample.token_ids, dtype=torch.int64)] = True
         norms = embeddings.norm(dim=-1).cpu()
         distance = (norms - norms.median()).abs().masked_fill(used, float("inf"))
         return int(distance.argmin())

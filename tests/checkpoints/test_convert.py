@@ -344,7 +344,7 @@ def test_converted_eagle3_computes_what_the_research_code_does(tiny: Verifier, t
         features = drafter.fuse(states.flatten(1))[None]
         positions = torch.arange(len(tokens))[None]
         hidden, _ = drafter.decode(features, torch.tensor([tokens]), positions, drafter.new_cache())
-        logits = drafter.logits(hidden)[0]
+        logits = drafter.lm_head(hidden)[0]
     expected = slow_logits(tensors, head_tensors()["model.embed_tokens.weight"].double(), states, tokens)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 

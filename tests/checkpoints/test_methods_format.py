@@ -54,7 +54,7 @@ def make(method: str, tiny: Verifier, full: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["reduced", "whole"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KEYS)
 def test_round_trip_is_exact(method: str, full: bool, tiny: Verifier, tmp_path: Path) -> None:
     drafter, mapping = make(method, tiny, full)
     save_drafter(drafter, tmp_path / "drafter", tiny, K, mapping)

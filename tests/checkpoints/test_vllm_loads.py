@@ -61,7 +61,7 @@ from vllm import LLM, SamplingParams
 folder, request, answer = sys.argv[1:]
 asked = json.load(open(request))
 llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, disable_log_stats=False,
-          generation_config="vllm", enable_prefix_caching=False)
+          generation_config="vllm", enable_prefix_caching=False, speculative_config=asked.get("speculative_config"))
 prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True))
 counts = {}

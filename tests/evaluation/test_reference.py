@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators.data.vocabulary import VocabMapping, build_vocab_mapping
 from speculators.evaluation.acceptance import Acceptance
-from speculators.evaluation.reference import ReferenceResult, reference_decode
-from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Proposer
+from speculators.evaluation.reference import ReferenceResult, reference_decode, reference_sample, reject
+from speculators.models.autoregressive import AutoregressiveProposer
+from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
 
 HIDDEN, VOCAB, LAYERS = 64, 96, 2
 
@@ -81,7 +82,7 @@ def plain_greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list
 def decode(
     model: LlamaForCausalLM, drafter: Any, mapping: VocabMapping | None, prompt: list[int], k: int, *rest: Any
 ) -> ReferenceResult:
-    proposer = Eagle3Proposer(drafter, None if mapping is None else mapping.kept_ids, k)
+    proposer = drafter.proposer(None if mapping is None else mapping.kept_ids, k)
     return reference_decode(model, proposer, drafter.config.aux_layer_ids, prompt, k, *rest)
 
 
@@ -111,7 +112,7 @@ def slow_decode(
             inputs = torch.tensor([[*tokens[1:], *draft]])
             positions = torch.arange(inputs.shape[1])[None]
             hidden, following = drafter.decode(features[None], inputs, positions, drafter.new_cache())
-            draft.append(kept[int(drafter.logits(hidden[0, -1]).argmax())])
+            draft.append(kept[int(drafter.lm_head(hidden[0, -1]).argmax())])
             features = torch.cat([features, following[0, -1:]])
         choices = verify([*tokens, *draft])[0][len(tokens) - 1 :]
         accepted = next((i for i in range(k) if draft[i] != choices[i]), k)
@@ -184,8 +185,19 @@ def fit(drafter: Eagle3Drafter, model: LlamaForCausalLM, kept: list[int]) -> Non
     optimiser = torch.optim.Adam(drafter.lm_head.parameters(), lr=0.05)
     for _ in range(60):
         optimiser.zero_grad()
-        nn.functional.cross_entropy(drafter.logits(rows), wanted).backward()
+        nn.functional.cross_entropy(drafter.lm_head(rows), wanted).backward()
         optimiser.step()
+
+
+class KnowingHead(nn.Linear):
+    """Takes a position, and prefers the token two places after it."""
+
+    def __init__(self, continuation: list[int], prompt_length: int) -> None:
+        super().__init__(1, 1)
+        self.continuation, self.prompt_length = continuation, prompt_length
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.one_hot(torch.tensor(self.continuation[int(hidden) + 2 - self.prompt_length]), VOCAB)
 
 
 class Oracle:
@@ -194,9 +206,11 @@ class Oracle:
     config = SimpleNamespace(aux_layer_ids=(1,))
 
     def __init__(self, continuation: list[int], prompt_length: int) -> None:
-        self.continuation, self.prompt_length = continuation, prompt_length
-        self.lm_head = nn.Linear(1, 1)
+        self.lm_head = KnowingHead(continuation, prompt_length)
         self.cached = 0
+
+    def proposer(self, kept_ids: Tensor | None, k: int) -> AutoregressiveProposer:
+        return AutoregressiveProposer(self, kept_ids, k)  # type: ignore[arg-type]
 
     def new_cache(self) -> Oracle:
         return self
@@ -213,10 +227,6 @@ class Oracle:
         assert features.shape[:2] == token_ids.shape == (1, count)
         self.cached += count
         return positions[..., None].float(), features
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The token two places after the position."""
-        return nn.functional.one_hot(torch.tensor(self.continuation[int(hidden) + 2 - self.prompt_length]), VOCAB)
 
 
 def test_drafter_that_is_always_right_gives_full_length(model: LlamaForCausalLM) -> None:
@@ -246,3 +256,56 @@ def test_answer_of_one_token_needs_no_draft(model: LlamaForCausalLM) -> None:
 def test_no_hook_stays_on_the_verifier(model: LlamaForCausalLM) -> None:
     decode(model, make_drafter(model), None, PROMPTS[0], 3, 4, set())
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("sampled_drafts", [False, True])
+@pytest.mark.parametrize("draft_vocab", [VOCAB, 48])
+def test_sampling_near_temperature_zero_is_greedy_decoding(
+    model: LlamaForCausalLM, draft_vocab: int, sampled_drafts: bool
+) -> None:
+    drafter = make_drafter(model, draft_vocab)
+    counts = torch.arange(VOCAB, 0, -1).numpy()
+    mapping = build_vocab_mapping(counts, draft_vocab) if draft_vocab < VOCAB else None
+    for prompt in ([5, 9, 2], [40, 3, 3, 17, 60]):
+        greedy = decode(model, drafter, mapping, prompt, 3, 24, set())
+        kept = None if mapping is None else mapping.kept_ids
+        generator = torch.Generator().manual_seed(0)
+        sampled = reference_sample(model, drafter, kept, prompt, 3, 24, set(), 1e-4, generator, sampled_drafts)
+        assert sampled == greedy
+
+
+def test_a_seed_repeats_an_answer_and_temperature_changes_it(model: LlamaForCausalLM) -> None:
+    drafter = make_drafter(model)
+
+    def sample(seed: int) -> ReferenceResult:
+        generator = torch.Generator().manual_seed(seed)
+        return reference_sample(model, drafter, None, [5, 9, 2], 3, 24, set(), 2.0, generator, True)
+
+    assert sample(1) == sample(1)
+    assert sample(1).token_ids != sample(2).token_ids
+
+
+@pytest.mark.parametrize("kind", ["sampled", "one-hot"])
+def test_rejection_sampling_gives_the_verifiers_distribution(kind: str) -> None:
+    """Of the first token, and of the second one after it: a chi-square test at 0.1%, with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(3, 5, generator=generator).pow(2)
+    p = p / p.sum(dim=-1, keepdim=True)
+    q = torch.rand(2, 5, generator=generator).pow(2)
+    q = q / q.sum(dim=-1, keepdim=True)
+    if kind == "one-hot":
+        q = nn.functional.one_hot(q.argmax(dim=-1), 5).float()
+    runs, first, second, accepted = 8000, torch.zeros(5), torch.zeros(5), 0
+    for _ in range(runs):
+        draft = [int(torch.multinomial(row, 1, generator=generator)) for row in q]
+        tokens = reject(draft, q, p, generator)
+        first[tokens[0]] += 1
+        accepted += tokens[0] == draft[0] and len(tokens) > 1
+        if len(tokens) > 1:
+            second[tokens[1]] += 1
+    critical = 18.47  # chi-square, 4 degrees of freedom, 0.1%
+    assert float(((first - runs * p[0]) ** 2 / (runs * p[0])).sum()) < critical
+    expected = second.sum() * p[1]
+    assert float(((second - expected) ** 2 / expected).sum()) < critical
+    overlap = float(torch.minimum(p[0], q[0]).sum())
+    assert accepted / runs == pytest.approx(overlap, abs=4 * (overlap * (1 - overlap) / runs) ** 0.5)

@@ -85,7 +85,7 @@ def test_states_are_right_whatever_the_order_and_the_batches(
                 errors = (mine - expected[layer][0]).norm(dim=-1) / expected[layer][0].norm(dim=-1)
                 assert errors.max() < 1e-4, f"layer {layer} of {sample.sample_id}, position {errors.argmax()}"
                 relative = (mine - expected[layer][0]).norm() / expected[layer][0].norm()
-                assert relative < 1e-5, f"layer {layer} of {sample.sample_id}: {relative:.2e}"
+                assert relative < 1e-4, f"layer {layer} of {sample.sample_id}: {relative:.2e}"
 
 
 def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends_the_run(

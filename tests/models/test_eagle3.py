@@ -11,9 +11,10 @@ from torch import Tensor
 
 from speculators.config import TrainConfig
 from speculators.models import drafter as drafter_module
-from speculators.models import eagle3
+from speculators.models.attention import StepKeys, document_mask
 from speculators.models.batch import PackedBatch
-from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Objective
+from speculators.models.drafter import Objective
+from speculators.models.eagle3 import Eagle3Config, Eagle3Drafter
 from speculators.models.verifier_head import VerifierHead
 
 STEPS, VOCAB, HIDDEN = 3, 40, 24
@@ -35,7 +36,7 @@ CONFIG = Eagle3Config(
 KEPT = torch.arange(0, VOCAB, 2)[:16] + 1
 
 
-def make(config: Eagle3Config = CONFIG, seed: int = 0) -> tuple[Eagle3Drafter, VerifierHead, Eagle3Objective]:
+def make(config: Eagle3Config = CONFIG, seed: int = 0) -> tuple[Eagle3Drafter, VerifierHead, Objective]:
     torch.manual_seed(seed)
     drafter = Eagle3Drafter(config).double()
     for parameter in drafter.parameters():
@@ -47,7 +48,7 @@ def make(config: Eagle3Config = CONFIG, seed: int = 0) -> tuple[Eagle3Drafter, V
         torch.rand(HIDDEN, dtype=torch.float64) + 0.5,
         1e-5,
     )
-    return drafter, head, Eagle3Objective(drafter, head, KEPT, TrainConfig(ttt_steps=STEPS))
+    return drafter, head, drafter.objective(head, KEPT, TrainConfig(ttt_steps=STEPS))
 
 
 def document(length: int, seed: int) -> dict[str, Tensor]:
@@ -178,9 +179,9 @@ def test_no_gradient_from_other_documents_or_the_future(documents: list[dict[str
     drafter, _, _ = make()
     batch = pack([[documents[0], documents[2]]], 24)
     states = batch.hidden_states.clone().requires_grad_(True)
-    mask = eagle3.document_mask(batch.document_ids)
+    mask = document_mask(batch.document_ids)
     watched = 9 + 4  # in the second document
-    past = [eagle3.StepKeys()]
+    past = [StepKeys()]
     features = drafter.fuse(states[:, :, :3].flatten(2))
     for k in range(STEPS):
         shifted = torch.nn.functional.pad(batch.token_ids[:, 1 + k :], (0, 1 + k))
@@ -199,7 +200,7 @@ def test_decoding_with_a_cache_is_the_unrolled_step(documents: list[dict[str, Te
     length = len(doc["tokens"])
     batch = pack([[doc]], length)
     fused = drafter.fuse(batch.hidden_states[:, :, :3].flatten(2))
-    mask, past = eagle3.document_mask(batch.document_ids), [eagle3.StepKeys() for _ in range(2)]
+    mask, past = document_mask(batch.document_ids), [StepKeys() for _ in range(2)]
     unrolled, features = [], fused
     for k in range(STEPS):
         shifted = torch.nn.functional.pad(batch.token_ids[:, 1 + k :], (0, 1 + k))

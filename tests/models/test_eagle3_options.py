@@ -134,7 +134,7 @@ def test_a_fresh_drafter_passes_features_through(tmp_path: Path) -> None:
         past,
         document_mask(torch.zeros(1, 5)),
     )
-    torch.testing.assert_close(drafter.logits(hidden)[0], head.logits(states[0, :, -1]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(drafter.lm_head(hidden)[0], head.logits(states[0, :, -1]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
