@@ -19,11 +19,12 @@ from infra.demo import mimo
 from speculators import stages
 from speculators.checkpoints.speculators_format import save_drafter
 from speculators.checkpoints.stitch import read_mtp_head
-from speculators.config import load_config
+from speculators.config import VerifierConfig, load_config
 from speculators.models.methods import METHODS
 from speculators.models.mtp import MtpConfig, MtpDrafter
 from speculators.models.verifier_head import VerifierHead
 from speculators.progress import TerminalProgress
+from speculators.verifier import resolve_verifier
 
 # Fewer layers than the papers', and for what runs interpreted (a few tokens a second) fewer and shorter answers.
 _INTERPRETED = ["evaluate.max_prompts=8", "evaluate.max_tokens=48"]
@@ -55,7 +56,8 @@ def main() -> None:
         if method == "mtp":
             demo = Path(config.work_dir) / "cache" / "smollm2-135m-mimo"
             if not demo.is_dir():
-                mimo.build(demo)
+                builtin = config.model_copy(update={"verifier": VerifierConfig()})
+                mimo.build(demo, resolve_verifier(builtin))
             config = load_config(arguments.config, [*overrides, f"verifier.model={demo}"])
         rows += _run(stages.open_retraining(config))
     print("\n| " + " | ".join(_HEADER) + " |\n|" + " --- |" * len(_HEADER))
