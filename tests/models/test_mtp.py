@@ -134,7 +134,7 @@ def test_packed_equals_separate(family: str, tmp_path: Path) -> None:
 
 
 def test_no_position_sees_another_document_or_the_future(tmp_path: Path) -> None:
-    """A loss at one position alone: the gradient of all states that it must not see is zero, of the others it is not."""
+    """A loss at one position alone: of the states, those that it may see have a gradient, the others none."""
     _, _, objective = make("mimo", tmp_path)
     batch = packed([[document(9, 0), document(8, 1)]], 17)
     batch.hidden_states.requires_grad_()
