@@ -89,9 +89,10 @@ class PrepareConfig(Section):
     held_out_prompts: int = Field(40, ge=1, description="Prompts kept for evaluation, never trained on.")
     validation_prompts: int = Field(24, ge=1, description="Prompts kept for choosing the best checkpoint.")
     draft_vocab_size: int | None = Field(
-        8192,
+        None,
         ge=8,
-        description="Tokens that the drafter can propose (the most frequent ones). Empty: the whole vocabulary.",
+        description="Tokens that the drafter can propose, the most frequent ones; the verifier's vocabulary size for"
+        " all. Empty: 8192, or all where the method cannot have fewer (dflash2, mtp).",
     )
     split_seed: int = Field(0, description="Seed of the split by prompt.")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from speculators.checkpoints.export import export
 from speculators.checkpoints.servable import Servable, servable
+from speculators.checkpoints.speculators_format import read_config, validate_drafter
 from speculators.checkpoints.stitch import head_names
 from speculators.config import RetrainConfig
 from speculators.data.prepare import prepare
@@ -26,6 +27,8 @@ from speculators.errors import ConfigError
 from speculators.evaluation.evaluate import evaluate
 from speculators.hidden_states.extract import extract
 from speculators.manifest import Manifest, StagePlan
+from speculators.models.drafter import DraftSetting
+from speculators.models.methods import METHODS
 from speculators.plan import RetrainPlan, auxiliary_layer_ids, extraction_layer_ids, plan_evaluation, plan_retraining
 from speculators.progress import Progress
 from speculators.serving.vllm_server import VllmServer
@@ -77,16 +80,35 @@ def _check_fits(config: RetrainConfig, verifier: Verifier) -> None:
                 f"extract.aux_layer_ids: layer {layer} does not exist; {verifier.source} has {layers} decoder layers,"
                 f" so ids go from 0 (embedding) to {layers - 1}."
             )
-    draft_vocab = config.prepare.draft_vocab_size
-    if draft_vocab is not None and draft_vocab > verifier.vocab_size:
-        raise ConfigError(
-            f"prepare.draft_vocab_size ({draft_vocab}) exceeds the verifier's vocabulary ({verifier.vocab_size})."
-        )
+    _check_drafter(config, verifier)
     longest = verifier.config.get("max_position_embeddings")
     if longest and config.serving.max_model_len > longest:
         raise ConfigError(
             f"serving.max_model_len ({config.serving.max_model_len}) is more than {verifier.source} can: {longest}."
         )
+
+
+def _check_drafter(config: RetrainConfig, verifier: Verifier) -> None:
+    """Refuse a drafter that could not be built, trained or served."""
+    name, wanted, whole = config.train.method, config.prepare.draft_vocab_size, verifier.vocab_size
+    method = METHODS[name]
+    if wanted is not None and wanted > whole:
+        raise ConfigError(f"prepare.draft_vocab_size ({wanted}) exceeds the verifier's vocabulary ({whole}).")
+    if wanted not in (None, whole) and method.drafter.full_vocabulary:
+        raise ConfigError(
+            f"prepare.draft_vocab_size ({wanted}): vLLM serves {name} with the verifier's whole vocabulary only. Leave"
+            f" it empty, or set it to {whole}."
+        )
+    if (start := config.train.init_from) is not None:
+        other = read_config(Path(start))["speculators_model_type"]
+        if other != name and (other, name) not in (("dflash", "dspark"), ("dflash", "dflash2")):
+            raise ConfigError(
+                f"train.init_from: {start} is a drafter of {other}; {name} can start from one of its own kind"
+                f"{' or of dflash' if name in ('dspark', 'dflash2') else ''}."
+            )
+        validate_drafter(Path(start), verifier)
+    layers, tokens = auxiliary_layer_ids(config, verifier), config.evaluate.num_speculative_tokens
+    method.config.for_verifier(verifier, DraftSetting(config.train, layers, wanted or whole, tokens, mask_token_id=0))
 
 
 def run_regenerate(run: Retraining, progress: Progress) -> Manifest:

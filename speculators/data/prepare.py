@@ -23,6 +23,7 @@ from speculators.store import Store
 from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
+DEFAULT_DRAFT_VOCAB_SIZE = 8192
 SAMPLES_FILE, COUNTS_FILE, MAPPING_FILE = "samples.parquet", "token_counts.parquet", "vocab_mapping.safetensors"
 SPLITS = ("train", "validation", "held_out")
 HOW_TO_PREPARE = "speculators prepare-data"
@@ -95,9 +96,9 @@ def prepare(
     used = np.flatnonzero(counts)
     _write_parquet(store, plan.path(COUNTS_FILE), pd.DataFrame({"token_id": used, "count": counts[used]}))
     mapping = None
-    size = config.prepare.draft_vocab_size
+    size = config.prepare.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB_SIZE, verifier.vocab_size)
     # Equal vocabularies need no mapping: vLLM then takes draft ids for verifier ids.
-    if size is not None and size != verifier.vocab_size:
+    if size != verifier.vocab_size:
         mapping = build_vocab_mapping(counts, size, _stop_tokens(answers, verifier))
         store.write_bytes(plan.path(MAPPING_FILE), mapping.to_bytes())
         files[MAPPING_FILE] = None

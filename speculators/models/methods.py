@@ -25,6 +25,11 @@ class Method:
     drafter: type[Drafter]
     architecture: str
 
+    @property
+    def has_mask_token(self) -> bool:
+        """Whether it reads a token that stands for "not known yet"."""
+        return "mask_token_id" in self.config.__dataclass_fields__
+
 
 METHODS: dict[str, Method] = {
     "eagle3": Method(Eagle3Config, Eagle3Drafter, "Eagle3DraftModel"),

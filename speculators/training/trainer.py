@@ -115,7 +115,7 @@ class Trainer:
             aux_layer_ids=job.aux_layer_ids,
             draft_vocab_size=len(head.lm_head),
             num_speculative_tokens=job.config.evaluate.num_speculative_tokens,
-            mask_token_id=self._mask_token_id(head.embed_tokens),
+            mask_token_id=self._mask_token_id(head.embed_tokens) if method.has_mask_token else 0,
         )
         self.drafter = method.drafter(method.config.for_verifier(job.verifier, setting))
         self.drafter.initialise(head, self._some_states())
@@ -137,12 +137,21 @@ class Trainer:
         return torch.cat([self.reader.read(name)[:, :-1].flatten(1).float() for name in sorted(self.lengths)[:8]])
 
     def _mask_token_id(self, embeddings: torch.Tensor) -> int:
-        """A token that the data never use; of those, the one whose embedding is of the most usual size."""
+        """A token that the data never use; of those, the one whose embedding is of the most usual size.
+
+        Raises:
+            TrainingError: The data use all.
+        """
         used = torch.zeros(len(embeddings), dtype=torch.bool)
         for sample in self.samples.values():
             used[torch.tensor(sample.token_ids, dtype=torch.int64)] = True
         norms = embeddings.norm(dim=-1).cpu()
         distance = (norms - norms.median()).abs().masked_fill(used, float("inf"))
+        if used.all():
+            raise TrainingError(
+                f"The data use every token of the vocabulary, and {self.config.method} needs one for what is not known"
+                " yet. Choose eagle3 or mtp, which need none."
+            )
         return int(distance.argmin())
 
     def _resume(self) -> None:
@@ -332,7 +341,7 @@ def warm_start(drafter: Drafter, folder: Path, mapping: VocabMapping | None) -> 
     if (mapping is None) != (other is None) or (mapping and other and not torch.equal(mapping.d2t, other.d2t)):
         raise CheckpointError(
             f"train.init_from: the drafter in {folder} has another draft vocabulary than these data. Use the data's"
-            " own drafter, or prepare.draft_vocab_size empty for both."
+            " own drafter, or the whole vocabulary for both (prepare.draft_vocab_size: the verifier's)."
         )
     mine = drafter.stored_tensors()
     for name, tensor in tensors.items():

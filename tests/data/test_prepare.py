@@ -178,7 +178,7 @@ def test_stop_tokens_are_always_kept(store: Store) -> None:
     assert mapping.kept_ids.tolist() == [EOS, *range(10, 18), 290]
 
 
-@pytest.mark.parametrize("size", [None, VOCAB_SIZE])
+@pytest.mark.parametrize("size", [None, VOCAB_SIZE])  # by default 8192, and no more than there are
 def test_whole_vocabulary_needs_no_mapping(size: int | None, store: Store) -> None:
     manifest = run(store, many(), draft_vocab_size=size)
     assert load_vocab_mapping(store, PLAN) is None
