@@ -234,6 +234,29 @@ def test_packed_equals_separate_and_chunks_change_nothing(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_a_block_sees_its_own_tokens_and_the_states_before_it(name: str) -> None:
+    """No other document, no other block, nothing at the anchor or after it."""
+    _, _, objective = make(name)
+    start, at = 9, 17  # the second document begins at 9
+    window = CONFIGS[name][0].sliding_window
+    for k in range(objective.steps):
+        anchor = at - 1 - k
+        batch = pack([[document(9, 0), document(12, 1)]], 21)
+        batch.loss_mask[:] = False
+        batch.loss_mask[0, [anchor, at]] = True  # one block, and of its drafts one with a loss
+        batch.hidden_states.requires_grad_()
+        losses, _ = objective(batch)
+        [gradient] = torch.autograd.grad(losses[k], batch.hidden_states)
+        seen = gradient[0, :, :3].abs().sum(dim=(-1, -2)).nonzero()[:, 0].tolist()
+        first = start if window is None else max(start, seen[0])
+        assert seen == list(range(first, anchor))
+        changed = (batch.token_ids + 2) % VOCAB
+        changed[0, anchor : at + 1] = batch.token_ids[0, anchor : at + 1]
+        again, _ = objective(replace(batch, token_ids=changed))
+        torch.testing.assert_close(again[k], losses[k], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_proposer_is_the_training_forward(name: str) -> None:
     """Fed piece by piece, it drafts what the slow computation says; DSpark and DFlash2 walk along their own choices."""
@@ -331,4 +354,4 @@ def test_a_fresh_drafter_has_finite_losses_and_learns(name: str) -> None:
         loss.backward()
         optimizer.step()
         first = first if first is not None else float(loss.detach())
-    assert float(loss) < 0.7 * first
+    assert loss.item() < 0.7 * first

@@ -117,6 +117,27 @@ def test_packed_equals_separate() -> None:
         torch.testing.assert_close(packed, parameter.grad)
 
 
+def test_no_depth_sees_another_document_or_the_future() -> None:
+    """With a loss at one token alone; the depths before it are the same rollout's own."""
+    _, _, objective = make()
+    objective.eval()
+    start, at = 9, 17  # the second document begins at 9
+    batch = pack([[document(9, 0), document(12, 1)]], 21)
+    batch.loss_mask[:] = False
+    batch.loss_mask[0, at] = True
+    batch.hidden_states.requires_grad_()
+    losses, _ = objective(batch)
+    for depth in range(DEPTHS):
+        last = at - 2 - depth
+        [gradient] = torch.autograd.grad(losses[depth], batch.hidden_states, retain_graph=True)
+        seen = gradient[0, :, :3].abs().sum(dim=(-1, -2)).nonzero()[:, 0].tolist()
+        assert seen == list(range(start, last + 1))
+        changed = (batch.token_ids + 2) % VOCAB
+        changed[0, start + 1 : last + 2] = batch.token_ids[0, start + 1 : last + 2]
+        again, _ = objective(replace(batch, token_ids=changed))
+        torch.testing.assert_close(again[depth], losses[depth], rtol=0, atol=0)
+
+
 def test_dropped_drafts_keep_the_mean() -> None:
     """Which drafts go deeper is random, and the mean loss of a depth stays what it is without dropping."""
     _, _, objective = make()
