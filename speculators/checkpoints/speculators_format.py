@@ -148,7 +148,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A drafter's config.json.
 
     Raises:
-        CheckpointError: It is missing, not JSON, or not of an EAGLE-3 drafter in this format.
+        CheckpointError: It is missing, not JSON, or not of a known method in this format.
     """
     file = folder / CONFIG_FILE
     try:

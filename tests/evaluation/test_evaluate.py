@@ -57,7 +57,9 @@ class Bench:
 
     def write_drafter_config(self, tokens: int, verifier: str) -> None:
         section = {"proposal_methods": [{"speculative_tokens": tokens}], "verifier": {"name_or_path": verifier}}
-        (self.drafter_dir / "config.json").write_text(json.dumps({"speculators_config": section}))
+        (self.drafter_dir / "config.json").write_text(
+            json.dumps({"speculators_model_type": "eagle3", "speculators_config": section})
+        )
 
     @contextmanager
     def server(self, serving: Any, model: Path, work_dir: Path, **options: Any) -> Iterator[Any]:

@@ -96,7 +96,7 @@ def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends
     plan = StagePlan(Stage.EXTRACT, {"layer_ids": layers, "dtype": "float32"})
     store = Store(config.store)
     repository = str(Path(module.__file__).resolve().parents[2])
-    arguments = module._server_arguments(config, plan, store, layers)
+    arguments = module._server_arguments(config, plan, store, verifier, layers)
     wanted = samples[5]
 
     def ask(server: VllmServer, timeout_s: float = 60, max_tokens: int = 1, **more: object) -> httpx.Response:

@@ -27,7 +27,7 @@ from speculators.progress import Progress
 from speculators.store import TEMPORARY_MARK, Store
 
 HIDDEN, LAYERS = 4, [1, 2, 4]
-VERIFIER = SimpleNamespace(path=Path("model"), hidden_size=HIDDEN, num_layers=4)
+VERIFIER = SimpleNamespace(path=Path("model"), hidden_size=HIDDEN, num_layers=4, architectures=["LlamaForCausalLM"])
 PLAN = StagePlan(Stage.EXTRACT, {"layer_ids": LAYERS, "dtype": "float32"})
 PREPARE = StagePlan(Stage.PREPARE, {})
 
