@@ -82,8 +82,11 @@ def test_states_are_right_whatever_the_order_and_the_batches(
             for index, layer in enumerate(layers):
                 # transformers' last entry is after the final norm, vLLM's before it.
                 mine = model.model.norm(found[:, index]) if layer == verifier.num_layers else found[:, index]
+                # A row of another token is off by about 1. Random tokens make a few rows ill-conditioned: where vLLM
+                # is 2e-4 away, transformers' own float32 is ten times further from its float64 than elsewhere.
                 errors = (mine - expected[layer][0]).norm(dim=-1) / expected[layer][0].norm(dim=-1)
-                assert errors.max() < 1e-4, f"layer {layer} of {sample.sample_id}, position {errors.argmax()}"
+                assert errors.max() < 1e-3, f"layer {layer} of {sample.sample_id}, position {errors.argmax()}"
+                assert errors.median() < 1e-5, f"layer {layer} of {sample.sample_id}: median {errors.median():.2e}"
                 relative = (mine - expected[layer][0]).norm() / expected[layer][0].norm()
                 assert relative < 1e-4, f"layer {layer} of {sample.sample_id}: {relative:.2e}"
 
