@@ -18,7 +18,15 @@ class DataError(PipelineError):
 
 
 class StoreError(PipelineError):
-    """The store cannot be reached, read or written, or holds something damaged."""
+    """The store cannot be reached, read or written, or holds something damaged.
+
+    Attributes:
+        is_transient: Whether another try may work: the store did not answer, or asked to slow down.
+    """
+
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
 
 
 class ServingError(PipelineError):

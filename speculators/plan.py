@@ -10,6 +10,7 @@ from speculators.checkpoints.speculators_format import WEIGHTS_FILE
 from speculators.config import RetrainConfig
 from speculators.data.prompts import prompts_digest
 from speculators.errors import ConfigError
+from speculators.hidden_states.format import FORMAT_VERSION, StateFormat
 from speculators.manifest import Stage, StagePlan, file_sha256
 from speculators.verifier import Verifier
 
@@ -48,14 +49,13 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
         },
     )
     prepare = StagePlan(Stage.PREPARE, {"regenerate": regenerate.fingerprint, "parameters": _section(config.prepare)})
-    layer_ids = extraction_layer_ids(config, verifier)
     extract = StagePlan(
         Stage.EXTRACT,
         {
             "verifier": verifier.fingerprint,
             "prepare": prepare.fingerprint,
-            "layer_ids": layer_ids,
-            "dtype": config.extract.dtype,
+            "states_format": FORMAT_VERSION,
+            "states": state_format(config, verifier).to_json(),
             "serving_dtype": config.serving.dtype,
             "shard_mib": config.extract.shard_mib,
         },
@@ -64,7 +64,9 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
         Stage.TRAIN,
         {
             "extract": extract.fingerprint,
-            "parameters": _section(config.train, exclude={"device", "checkpoint_every_steps", "init_from"}),
+            "parameters": _section(
+                config.train, exclude={"device", "checkpoint_every_steps", "init_from", "cache_gib"}
+            ),
             "init_from": _drafter_digest(config.train.init_from),
             "num_speculative_tokens": config.evaluate.num_speculative_tokens,
         },
@@ -113,9 +115,11 @@ def auxiliary_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
     return sorted(set(config.extract.aux_layer_ids or (min(2, layers), layers // 2, max(layers - 3, 1))))
 
 
-def extraction_layer_ids(config: RetrainConfig, verifier: Verifier) -> list[int]:
-    """Layers to extract: the auxiliary ones, then the last one (whose states give the verifier's own logits)."""
-    return [*auxiliary_layer_ids(config, verifier), verifier.num_layers]
+def state_format(config: RetrainConfig, verifier: Verifier) -> StateFormat:
+    """What to extract: the auxiliary layers, then the last one (whose states give the verifier's own logits)."""
+    section = config.extract
+    layers = (*auxiliary_layer_ids(config, verifier), verifier.num_layers)
+    return StateFormat(layers, section.dtype, section.last_dtype or section.dtype, section.compression)
 
 
 def _section(section: Any, exclude: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]

@@ -11,7 +11,6 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,17 @@ from speculators.checkpoints.speculators_format import read_config, validate_dra
 from speculators.checkpoints.stitch import head_names
 from speculators.config import RetrainConfig
 from speculators.data.prepare import prepare
+from speculators.data.prompts import load_prompts
 from speculators.data.regenerate import regenerate
-from speculators.errors import ConfigError
+from speculators.data.splits import split_prompts
+from speculators.errors import ConfigError, ServingError
 from speculators.evaluation.evaluate import evaluate
+from speculators.hidden_states.capture import Capture
 from speculators.hidden_states.extract import extract
 from speculators.manifest import Manifest, StagePlan
 from speculators.models.drafter import DraftSetting
 from speculators.models.methods import METHODS
-from speculators.plan import RetrainPlan, auxiliary_layer_ids, extraction_layer_ids, plan_evaluation, plan_retraining
+from speculators.plan import RetrainPlan, auxiliary_layer_ids, plan_evaluation, plan_retraining
 from speculators.progress import Progress
 from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
@@ -112,18 +114,39 @@ def _check_drafter(config: RetrainConfig, verifier: Verifier) -> None:
 
 
 def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
-    """Answer all prompts by the verifier, in a vLLM server started here unless endpoints are configured."""
+    """Answer all prompts by the verifier, in a vLLM server started here unless endpoints are configured.
+
+    A server started here saves the hidden states of the answers as it generates them (``extract.one_pass``).
+    """
     if (done := run.plan.regenerate.finished(run.store)) is not None:
         return done
-    serving = run.config.serving
-    server = (
-        nullcontext()
-        if serving.endpoints
-        else VllmServer(serving, run.verifier.path, run.work_dir, name="vllm-regenerate")
-    )
-    with server as started:
-        endpoints = serving.endpoints or [started.url]  # type: ignore[union-attr]
-        return regenerate(run.config, run.plan.regenerate, run.store, run.verifier, endpoints, progress)
+    config, serving = run.config, run.config.serving
+    arguments = (config, run.plan.regenerate, run.store, run.verifier)
+    if serving.endpoints:
+        return regenerate(*arguments, serving.endpoints, progress)
+    if not config.extract.one_pass or run.plan.extract.finished(run.store) is not None:
+        with VllmServer(serving, run.verifier.path, run.work_dir, name="vllm-regenerate") as server:
+            return regenerate(*arguments, [server.url], progress)
+
+    prompts = load_prompts(config.regenerate.prompts, config.regenerate.max_prompts)
+    splits = split_prompts({prompt.prompt_id: prompt.turns[0] for prompt in prompts}, config)
+    capture = Capture(config, run.plan.extract, run.store, run.verifier)
+    capture.forget_errors()
+    asked: set[str] = set()
+
+    def request_fields(prompt_id: str, sample_id: str) -> dict[str, Any]:
+        if splits[prompt_id] == "held_out":
+            return {}
+        asked.add(sample_id)
+        return {"kv_transfer_params": capture.request(sample_id)}
+
+    with capture.server("vllm-regenerate") as server:
+        try:
+            manifest = regenerate(*arguments, [server.url], progress, request_fields)
+        except ServingError as error:
+            raise capture.cause(server, error) from error
+        capture.wait_for(asked)
+    return manifest
 
 
 def run_prepare(run: Retraining) -> Manifest:
@@ -133,8 +156,7 @@ def run_prepare(run: Retraining) -> Manifest:
 
 def run_extract(run: Retraining, progress: Progress) -> Manifest:
     """Hidden states of all training and validation samples, written to the store by vLLM."""
-    layers = extraction_layer_ids(run.config, run.verifier)
-    return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, layers, progress)
+    return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, progress)
 
 
 def run_train(run: Retraining, progress: Progress, on_metrics: Callable[[dict[str, Any]], None]) -> Manifest:

@@ -6,12 +6,14 @@ temporary file beside the target, are synced and renamed; an object store's PUT 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,16 @@ from fsspec.implementations.local import LocalFileSystem
 from speculators.errors import StoreError
 
 TEMPORARY_MARK = ".tmp-"
+_PART_BYTES = 16 << 20
+# What S3 answers, as s3fs translates it, and what a connection that breaks raises: worth another try.
+_TRANSIENT_ERRNOS = {errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.ETIMEDOUT}
+_TRANSIENT_BOTOCORE = {"HTTPClientError", "ConnectionClosedError", "ReadTimeoutError", "IncompleteReadError"}
+_TRANSIENT_ERRORS = (ConnectionError, TimeoutError, fsspec.exceptions.FSTimeoutError)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a local file so that it is either whole or absent, also after a crash or power loss.
+def write_atomic(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write a local file, one piece after another, so that it is either whole or absent, also after a crash or power
+    loss.
 
     Raises:
         OSError: As the operating system reports it (full disk, no permission). The temporary file is removed.
@@ -34,7 +42,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     temporary = path.parent / f".{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:12]}"
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -132,6 +141,29 @@ class Store:
             else:
                 self.fs.pipe_file(full, data)
 
+    def write_pieces(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write a large file from pieces that are not joined in memory; atomic as :meth:`write_bytes`.
+
+        An object store gets it in parts, which count only once all have arrived.
+
+        Raises:
+            StoreError: As in :meth:`write_bytes`.
+        """
+        full = self.full_path(path)
+        with _explained(self, "write", path):
+            if self.is_local:
+                write_atomic(Path(full), *pieces)
+                return
+            file = self.fs.open(full, "wb", block_size=_PART_BYTES)
+            try:
+                for piece in pieces:
+                    file.write(piece)
+                file.close()
+            except BaseException:
+                file.closed = True  # or it would be closed later, and what has arrived taken for the whole
+                file.discard()
+                raise
+
     def read_json(self, path: str) -> Any:
         """A JSON file's content.
 
@@ -166,6 +198,19 @@ class Store:
             full = self.full_path(path)
             if self.fs.exists(full):
                 self.fs.rm(full, recursive=True)
+
+    def abort_uploads(self, prefix: str) -> None:
+        """Give up uploads in parts that were begun below a prefix and never finished: unseen, they take space.
+
+        A local store has none, and an object store without a list of them is left alone.
+        """
+        if not hasattr(self.fs, "list_multipart_uploads"):
+            return
+        bucket, _, folder = self.full_path(prefix).partition("/")
+        with contextlib.suppress(OSError, NotImplementedError):
+            for upload in self.fs.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(f"{folder}/"):
+                    self.fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def upload_folder(self, local: Path, path: str) -> None:
         """Copy every file of a local folder to ``path``, each atomically, ``config.json`` and manifests last."""
@@ -233,6 +278,12 @@ class _explained:
         if isinstance(error, FileNotFoundError):
             raise StoreError(f"{where}: it does not exist ({error}).") from error
         if isinstance(error, PermissionError):
+            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+            if code in ("ExpiredToken", "RequestTimeTooSkewed"):
+                what = "the credentials have expired" if code == "ExpiredToken" else "this machine's clock is off"
+                raise StoreError(
+                    f"{where}: {what} ({error}). Put that right and run again; what is finished is kept."
+                ) from error
             raise StoreError(
                 f"{where}: permission denied ({error}). Check the folder's owner, or the credentials in the environment"
                 " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy."
@@ -249,9 +300,19 @@ class _explained:
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
             raise StoreError(f"{where}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from error
         if type(error).__name__ in ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionError"):
-            raise StoreError(f"{where}: the endpoint does not answer ({error}). Check AWS_ENDPOINT_URL.") from error
-        if (
-            isinstance(error, (OSError, ValueError, fsspec.exceptions.FSTimeoutError))
-            or "botocore" in type(error).__module__
-        ):
-            raise StoreError(f"{where}: {error}") from error
+            raise StoreError(
+                f"{where}: the endpoint does not answer ({error}). Check AWS_ENDPOINT_URL.", is_transient=True
+            ) from error
+        if isinstance(error, (OSError, ValueError, fsspec.exceptions.FSTimeoutError)) or type(
+            error
+        ).__module__.partition(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
+            raise StoreError(f"{where}: {error}", is_transient=_is_transient(error)) from error
+
+
+def _is_transient(error: Exception) -> bool:
+    return (
+        isinstance(error, _TRANSIENT_ERRORS)
+        or getattr(error, "errno", None) in _TRANSIENT_ERRNOS
+        or type(error).__module__.partition(".")[0] in ("aiohttp", "urllib3")
+        or (type(error).__name__ in _TRANSIENT_BOTOCORE)
+    )

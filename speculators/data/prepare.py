@@ -16,6 +16,7 @@ import pandas as pd
 
 from speculators.config import RetrainConfig
 from speculators.data.regenerate import CONVERSATIONS_FILE
+from speculators.data.splits import SPLITS, split_prompts
 from speculators.data.vocabulary import VocabMapping, build_vocab_mapping
 from speculators.errors import DataError, StoreError
 from speculators.manifest import Manifest, StagePlan
@@ -25,7 +26,6 @@ from speculators.verifier import Verifier
 logger = logging.getLogger(__name__)
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
 SAMPLES_FILE, COUNTS_FILE, MAPPING_FILE = "samples.parquet", "token_counts.parquet", "vocab_mapping.safetensors"
-SPLITS = ("train", "validation", "held_out")
 HOW_TO_PREPARE = "speculators prepare-data"
 
 
@@ -62,11 +62,9 @@ def prepare(
 ) -> Manifest:
     """Make samples, token counts and the vocabulary mapping.
 
-    Prompts are split by a hash of ``split_seed`` and the first turn's text, so that equal prompts never stand in two
-    splits, and neither ids nor the order of the file matter. The lowest hashes are held out, the next ones are for
-    validation: prompts that are added can take such a place, but never move a training prompt there. Every turn of a
-    prompt is a sample of its own: its prompt holds the earlier turns as the served chat template renders them, and only
-    its own answer is trained on.
+    Prompts are split as :func:`~speculators.data.splits.split_prompts` says. Every turn of a prompt is a sample of its
+    own: its prompt holds the earlier turns as the served chat template renders them, and only its own answer is trained
+    on.
 
     Raises:
         MissingStageError: Regeneration has not finished.
@@ -79,7 +77,7 @@ def prepare(
     plan.begin()
     regenerate_plan.require(store, "speculators regenerate-responses")
     answers = pd.read_parquet(io.BytesIO(_verified(store, regenerate_plan, CONVERSATIONS_FILE)))
-    splits = _split(answers, config)
+    splits = split_prompts(_first_turns(answers), config)
     rows, dropped = _samples(answers, splits, config)
     frame = pd.DataFrame(rows)
     for split in SPLITS:
@@ -171,31 +169,9 @@ def _rows(frame: pd.DataFrame) -> Iterator[Any]:
     return iter(frame.itertuples(index=False))
 
 
-def _split(answers: pd.DataFrame, config: RetrainConfig) -> dict[str, str]:
-    """Split of each prompt id."""
+def _first_turns(answers: pd.DataFrame) -> dict[str, str]:
     first = answers[answers["turn"] == 0]
-    texts = {row.prompt_id: json.loads(row.messages)[-1]["content"].strip() for row in _rows(first)}
-    section = config.prepare
-
-    def order(text: str) -> str:
-        return hashlib.sha256(f"{section.split_seed}:{text}".encode()).hexdigest()
-
-    groups: dict[str, list[str]] = {}
-    for prompt_id, text in texts.items():
-        groups.setdefault(text, []).append(prompt_id)
-    needed = section.held_out_prompts + section.validation_prompts
-    if len(groups) <= needed:
-        raise DataError(
-            f"There are {len(groups)} different prompts, but prepare.held_out_prompts ({section.held_out_prompts}) and"
-            f" prepare.validation_prompts ({section.validation_prompts}) take {needed} and none is left to train on."
-            " Use more prompts or lower these."
-        )
-    splits = {}
-    for place, text in enumerate(sorted(groups, key=order)):
-        is_held_out, is_validation = place < section.held_out_prompts, place < needed
-        split = "held_out" if is_held_out else "validation" if is_validation else "train"
-        splits.update(dict.fromkeys(groups[text], split))
-    return splits
+    return {row.prompt_id: json.loads(row.messages)[-1]["content"] for row in _rows(first)}
 
 
 def _samples(answers: pd.DataFrame, splits: dict[str, str], config: RetrainConfig) -> tuple[list[dict[str, Any]], int]:

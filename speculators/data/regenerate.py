@@ -10,8 +10,9 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,7 @@ from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 CONVERSATIONS_FILE = "conversations.parquet"
+RequestFields = Callable[[str, str], Mapping[str, Any]]
 _TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
 _PARTS = "parts"
 _PART_NAME = re.compile(r"/part-(?P<number>\d+)-(?P<digest>[0-9a-f]{16})\.parquet$")
@@ -65,6 +67,7 @@ def regenerate(
     verifier: Verifier,
     endpoints: list[str],
     progress: Progress,
+    request_fields: RequestFields = lambda prompt_id, sample_id: {},
 ) -> Manifest:
     """Answer all prompts, several at once, and keep what is finished in parts so that a killed run goes on from there.
 
@@ -73,6 +76,7 @@ def regenerate(
 
     Args:
         endpoints: Base URLs of vLLM servers of the verifier.
+        request_fields: Further fields of a sample's request, by its prompt's id and its own.
 
     Raises:
         DataError: The prompts cannot be used.
@@ -90,7 +94,7 @@ def regenerate(
     progress.start("regenerate", turns, "answers")
     started = time.monotonic()
     try:
-        asyncio.run(_answer_all(config, prompts, verifier, endpoints, parts, progress))
+        asyncio.run(_answer_all(config, prompts, verifier, endpoints, parts, progress, request_fields))
     finally:
         progress.finish()
     seconds = time.monotonic() - started
@@ -130,6 +134,7 @@ async def _answer_all(
     endpoints: list[str],
     parts: _Parts,
     progress: Progress,
+    request_fields: RequestFields,
 ) -> None:
     section = config.regenerate
     started = time.monotonic()
@@ -145,7 +150,8 @@ async def _answer_all(
             for turn in range(len(prompt.turns)):
                 sample_id = _sample_id(prompt, turn)
                 if sample_id not in parts.answers:
-                    parts.add(await _answer(client, config, prompt, turn, verifier, parts.answers))
+                    fields = request_fields(prompt.prompt_id, sample_id)
+                    parts.add(await _answer(client, config, prompt, turn, verifier, parts.answers, fields))
                 stopped = parts.answers[sample_id].finish_reason == "too_long"
                 if stopped:
                     not_asked += len(prompt.turns) - turn - 1
@@ -173,11 +179,12 @@ async def _answer(
     turn: int,
     verifier: Verifier,
     answers: Mapping[str, Answer],
+    request_fields: Mapping[str, Any],
 ) -> Answer:
     """Ask one turn; a prompt without room for an answer becomes an empty one, marked ``too_long``."""
     messages = _messages(prompt, turn, answers)
     section, sample_id = config.regenerate, _sample_id(prompt, turn)
-    sampling = {"temperature": section.temperature, "top_p": section.top_p}
+    sampling: dict[str, Any] = {"temperature": section.temperature, "top_p": section.top_p, **request_fields}
     if section.temperature > 0:
         sampling["seed"] = section.seed + int(hashlib.sha256(sample_id.encode()).hexdigest()[:6], 16)
     facts = (sample_id, prompt.prompt_id, turn, _as_json(messages))

@@ -4,38 +4,62 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from speculators.errors import StoreError
-from speculators.hidden_states.format import DTYPES, INDEX_FILE, token_checksum
+from speculators.hidden_states.cache import RangeCache
+from speculators.hidden_states.format import INDEX_FILE, IndexEntry, StateFormat, token_checksum
 from speculators.manifest import StagePlan
 from speculators.store import Store
 
+logger = logging.getLogger(__name__)
+_PIECE_BYTES = 8 << 20
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring samples of a shard that are fetched together."""
+
+    shard: str
+    start: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard.rpartition('/')[2]}-{self.start}-{self.end}"
+
 
 class HiddenStateReader:
-    """A finished set of hidden states.
+    """A finished set of hidden states. May be used by several threads at once.
+
+    From a remote store it reads through a cache of this machine. A set that fits into it is fetched in pieces of
+    8 MiB, so that each byte comes once and requests are few; of a larger one every sample is fetched by itself.
 
     Args:
         store: Where it lies.
         plan: The extraction that made it.
+        cache_bytes: Most bytes that the cache of this machine holds.
 
     Attributes:
         layer_ids: What the second dimension of a sample stands for: auxiliary layers, then the last layer.
         hidden_size: H.
-        dtype: Stored dtype.
         sample_ids: All samples, in the index's order.
+        fetched_bytes: Bytes that came from the store so far.
+        requests: Requests to the store so far.
 
     Raises:
         MissingStageError: The extraction has not finished.
         StoreError: The index is not the one that the manifest describes.
     """
 
-    def __init__(self, store: Store, plan: StagePlan) -> None:
+    def __init__(self, store: Store, plan: StagePlan, cache_bytes: int = 32 << 30) -> None:
         self._store, self._plan = store, plan
         manifest = plan.require(store, "speculators generate-offline-data")
         data = store.read_bytes(plan.path(INDEX_FILE))
@@ -44,36 +68,45 @@ class HiddenStateReader:
                 f"{store.url_of(plan.path(INDEX_FILE))} is not the file that its manifest describes. Delete"
                 f" {store.url_of(plan.directory)} to have it made anew."
             )
-        self._index = {row.sample_id: row for row in pd.read_parquet(io.BytesIO(data)).itertuples()}
-        self.layer_ids: list[int] = list(plan.determinants["layer_ids"])
+        rows = pd.read_parquet(io.BytesIO(data)).to_dict("records")
+        self._index = {str(row["sample_id"]): IndexEntry(**{str(key): row[key] for key in row}) for row in rows}
+        self._format = StateFormat.from_json(plan.determinants["states"])
+        self.layer_ids = list(self._format.layer_ids)
         self.hidden_size = int(manifest.figures["hidden_size"])
-        self.dtype = DTYPES[plan.determinants["dtype"]]
-        self.sample_ids = list(self._index)
-
-    def tokens(self, sample_id: str) -> int:
-        """Number of tokens of a sample.
-
-        Raises:
-            StoreError: There is no such sample.
-        """
-        return int(self._entry(sample_id).tokens)
+        self.sample_ids: list[str] = list(self._index)
+        self.fetched_bytes = self.requests = 0
+        self._cache: RangeCache | None = None
+        if not store.is_local:
+            self._cache = RangeCache(store.cache_dir / "hidden_states" / plan.fingerprint, cache_bytes)
+        fits = sum(entry.size for entry in self._index.values()) <= cache_bytes
+        self._pieces = self._cut(_PIECE_BYTES if self._cache is not None and fits else 0)
 
     def read(self, sample_id: str) -> Tensor:
-        """Hidden states of a sample, [tokens, n_layers, H] in the stored dtype.
+        """Hidden states of a sample of n tokens.
+
+        Returns:
+            float32 [n - 1, n_layers, H]; the last layer is zero in rows where no method needs it.
 
         Raises:
             StoreError: There is no such sample, or its bytes are not those that were written; names shard and sample.
         """
         entry = self._entry(sample_id)
-        path = self._plan.path(entry.shard)
-        data = self._store.read_range(path, int(entry.byte_start), int(entry.byte_end))
-        if zlib.crc32(data) != int(entry.crc32):
+        piece = self._pieces[sample_id]
+        for attempt in range(_TRIES):
+            data = self._bytes(entry, piece)
+            if len(data) == entry.size and zlib.crc32(data) == entry.crc32:
+                break
+            # On the way here bytes can change without a trace in the store.
+            logger.warning("%s came damaged, try %d of %d.", sample_id, attempt + 1, _TRIES)
+            if self._cache is not None:
+                self._cache.forget(piece.name)
+        else:
+            path = self._plan.path(entry.shard)
             raise StoreError(
                 f"{self._store.url_of(path)} is damaged: the checksum of sample {sample_id} is wrong. Delete"
                 f" {self._store.url_of(self._plan.directory)} to have it extracted anew."
             )
-        flat = torch.frombuffer(bytearray(data), dtype=self.dtype)
-        return flat.view(int(entry.tokens), len(self.layer_ids), self.hidden_size)
+        return self._format.unpack(data, entry.rows, entry.last_from, self.hidden_size)
 
     def check_tokens(self, sample_id: str, token_ids: Sequence[int]) -> None:
         """Check that a sample's hidden states are of these tokens.
@@ -82,13 +115,46 @@ class HiddenStateReader:
             StoreError: They are not.
         """
         entry = self._entry(sample_id)
-        if int(entry.tokens) != len(token_ids) or int(entry.token_crc32) != token_checksum(token_ids):
+        rows = token_ids[:-1]
+        if entry.rows != len(rows) or entry.token_crc32 != token_checksum(rows):
             raise StoreError(
                 f"{self._store.url_of(self._plan.directory)}: the hidden states of sample {sample_id} are of other"
                 " tokens than the dataset's."
             )
 
-    def _entry(self, sample_id: str):  # type: ignore[no-untyped-def]  # a row of the index, as pandas makes it
+    def _cut(self, piece_bytes: int) -> dict[str, _Piece]:
+        """The piece of each sample: samples that follow each other in a shard, as many as there is room for."""
+        pieces: dict[str, _Piece] = {}
+        members: list[IndexEntry] = []
+
+        def close() -> None:
+            if members:
+                piece = _Piece(members[0].shard, members[0].byte_start, members[-1].byte_end)
+                pieces.update((entry.sample_id, piece) for entry in members)
+                members.clear()
+
+        for entry in sorted(self._index.values(), key=lambda entry: (entry.shard, entry.byte_start)):
+            if members and (
+                entry.shard != members[0].shard
+                or entry.byte_start != members[-1].byte_end
+                or entry.byte_end - members[0].byte_start > piece_bytes
+            ):
+                close()
+            members.append(entry)
+        close()
+        return pieces
+
+    def _bytes(self, entry: IndexEntry, piece: _Piece) -> bytes:
+        def fetch() -> bytes:
+            self.requests += 1
+            self.fetched_bytes += piece.end - piece.start
+            return self._store.read_range(self._plan.path(piece.shard), piece.start, piece.end)
+
+        if self._cache is None:
+            return fetch()
+        return self._cache.read(piece.name, entry.byte_start - piece.start, entry.byte_end - piece.start, fetch)
+
+    def _entry(self, sample_id: str) -> IndexEntry:
         try:
             return self._index[sample_id]
         except KeyError:

@@ -3,75 +3,78 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-import os
 import threading
 import time
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-import torch
-from safetensors.torch import save
-from torch import Tensor
-
 from speculators.errors import StoreError
 from speculators.hidden_states.format import (
-    DTYPES,
     ERRORS,
     SHARDS,
-    TENSOR_NAME,
+    EncodedStates,
     SampleEntry,
     Sidecar,
-    data_offset,
+    StateFormat,
+    shard_header,
     tensor_bytes,
 )
 from speculators.store import Store
 
 logger = logging.getLogger(__name__)
+_THREADS = 2  # one packs the next shard while the other waits for the store
+_HELD_SHARDS = 3
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
 
 
 class ShardWriter:
     """Collects samples and writes a shard whenever enough have come, or none has come for a while.
 
-    :meth:`add` blocks while more than two shards' worth waits to be written, so a slow store holds the producer back
-    instead of filling the memory. A shard's sidecar is written after the shard: only then do its samples count. When
-    the store fails, ``errors/<writer>.json`` is left there if it still can be.
+    It holds three shards' worth of samples at most: :meth:`has_room` and :meth:`add` hold the producer back when the
+    store is slow. A shard's sidecar is written after the shard: only then do its samples count. A store that does not
+    answer is tried again for a while; when it fails for good, ``errors/<writer>.json`` is left if it still can be.
 
     Args:
         store: Where to.
         directory: The stage's folder.
-        layer_ids: What the samples' second dimension stands for.
-        dtype: ``bfloat16`` or ``float32``.
+        format: How samples are stored.
         shard_bytes: Target size of a shard.
         idle_flush_s: A shard that is not full is written after so many seconds without a new sample.
-        on_failure: Called once, in the writing thread, when the store cannot be written.
+        patience_s: How long a store that does not answer, or asks to slow down, is tried again.
+        on_failure: Called once, in a writing thread, when the store cannot be written.
     """
 
     def __init__(
         self,
         store: Store,
         directory: str,
-        layer_ids: list[int],
-        dtype: str,
+        format: StateFormat,
         shard_bytes: int,
         idle_flush_s: float = 2.0,
+        patience_s: float = 600.0,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._store, self._directory, self._layer_ids = store, directory, list(layer_ids)
-        self._dtype_name, self._dtype, self._shard_bytes = dtype, DTYPES[dtype], shard_bytes
-        self._idle_flush_s, self._on_failure = idle_flush_s, on_failure
-        self._name = f"{time.time_ns():x}-{os.getpid()}"
+        self._store, self._directory, self._format = store, directory, format
+        self._shard_bytes, self._idle_flush_s, self._patience_s = shard_bytes, idle_flush_s, patience_s
+        self._on_failure = on_failure
+        self._name = f"{time.time_ns():x}-{uuid.uuid4().hex[:8]}"
         self._number = 0
-        self._waiting: deque[tuple[str, Tensor, int]] = deque()
-        self._waiting_bytes = self._unwritten_bytes = 0
+        self._waiting: deque[tuple[str, EncodedStates, int]] = deque()
+        self._waiting_bytes = self._held_bytes = 0
         self._last_added = time.monotonic()
-        self._closing = False
+        self._closing = threading.Event()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hidden-states-writer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hidden-states-writer-{n}", daemon=True) for n in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -81,104 +84,158 @@ class ShardWriter:
     ) -> None:
         self.close()
 
-    def add(self, sample_id: str, hidden_states: Tensor, token_crc32: int) -> None:
-        """Hand over a sample.
+    def has_room(self, size: int, announced: int = 0) -> bool:
+        """Whether :meth:`add` would take a sample without waiting.
 
         Args:
-            hidden_states: [tokens, n_layers, H] on the CPU, any float dtype; must not be changed afterwards.
-            token_crc32: From :func:`speculators.hidden_states.format.token_checksum`.
+            size: Its bytes.
+            announced: Bytes of other samples that will be added before it.
 
         Raises:
             StoreError: An earlier shard could not be written.
         """
-        stored = hidden_states.to(self._dtype).contiguous()
-        size = stored.numel() * stored.element_size()
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error or not self._unwritten_bytes or self._unwritten_bytes + size <= 2 * self._shard_bytes
-                )
-            )
-            if self._error is not None:
-                raise self._error
-            self._waiting.append((sample_id, stored, token_crc32))
+            return self._has_room(size, announced)
+
+    def add(self, sample_id: str, states: EncodedStates, token_crc32: int) -> None:
+        """Hand over a sample; waits until there is room.
+
+        Args:
+            states: On the CPU; must not be changed afterwards.
+            token_crc32: From :func:`speculators.hidden_states.format.token_checksum`, of the tokens at its rows.
+
+        Raises:
+            StoreError: An earlier shard could not be written.
+        """
+        size = states.nbytes
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(size))
+            self._waiting.append((sample_id, states, token_crc32))
             self._waiting_bytes += size
-            self._unwritten_bytes += size
+            self._held_bytes += size
             self._last_added = time.monotonic()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is left and end the thread.
+        """Write what is left and end the threads.
 
         Raises:
             StoreError: Something could not be written.
         """
         with self._changed:
-            self._closing = True
+            self._closing.set()
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error
+
+    def _has_room(self, size: int, announced: int = 0) -> bool:
+        if self._error is not None:
+            raise self._error
+        held = self._held_bytes + announced
+        return not held or held + size <= _HELD_SHARDS * self._shard_bytes
 
     def _run(self) -> None:
         try:
             while (batch := self._next_batch()) is not None:
-                self._write(batch)
+                number, samples = batch
+                self._write(number, samples)
                 with self._changed:
-                    self._unwritten_bytes -= sum(s.numel() * s.element_size() for _, s, _ in batch)
+                    self._held_bytes -= sum(states.nbytes for _, states, _ in samples)
                     self._changed.notify_all()
         except BaseException as error:
-            logger.error("Hidden states could not be written. %s: %s", type(error).__name__, error)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            self._leave_marker(error)
-            if self._on_failure is not None:
-                self._on_failure(error)
+            self._fail(error)
 
-    def _leave_marker(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
+        logger.error("Hidden states could not be written. %s: %s", type(error).__name__, error)
+        with self._changed:
+            is_first = self._error is None
+            self._error = self._error or error
+            self._changed.notify_all()
+        if not is_first:
+            return
         message = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
         try:
             self._store.write_json(f"{self._directory}/{ERRORS}/{self._name}.json", {"message": message})
         except Exception as second:  # a store that is full or gone takes no marker either; the log has the error
             logger.warning("Nor could the error be noted in the store: %s", second)
+        if self._on_failure is not None:
+            self._on_failure(error)
 
-    def _next_batch(self) -> list[tuple[str, Tensor, int]] | None:
-        """The samples of the next shard; None when closed and nothing is left."""
+    def _next_batch(self) -> tuple[int, list[tuple[str, EncodedStates, int]]] | None:
+        """The number and the samples of the next shard; None when closed and nothing is left, or when all is lost."""
         with self._changed:
             while True:
+                if self._error is not None:
+                    return None
                 idle = time.monotonic() - self._last_added >= self._idle_flush_s
-                if self._waiting and (self._waiting_bytes >= self._shard_bytes or idle or self._closing):
+                full = self._waiting_bytes >= self._shard_bytes
+                if self._waiting and (full or idle or self._closing.is_set()):
                     break
-                if self._closing:
+                if self._closing.is_set():
                     return None
                 self._changed.wait(timeout=self._idle_flush_s / 4)
             batch, size = [], 0
             while self._waiting and size < self._shard_bytes:
                 batch.append(self._waiting.popleft())
-                size += batch[-1][1].numel() * batch[-1][1].element_size()
+                size += batch[-1][1].nbytes
             self._waiting_bytes -= size
-            return batch
+            self._number += 1
+            return self._number - 1, batch
 
-    def _write(self, batch: list[tuple[str, Tensor, int]]) -> None:
-        name = f"{SHARDS}/{self._name}-{self._number:05d}"
-        self._number += 1
-        data = save({TENSOR_NAME: torch.cat([states for _, states, _ in batch])})
-        entries, row, start = [], 0, data_offset(data)
-        for sample_id, states, token_crc32 in batch:
-            raw = tensor_bytes(states)
-            entries.append(
-                SampleEntry(sample_id, row, len(states), start, start + len(raw), zlib.crc32(raw), token_crc32)
-            )
-            row, start = row + len(states), start + len(raw)
-        self._store.write_bytes(f"{self._directory}/{name}.safetensors", data)
+    def _write(self, number: int, batch: list[tuple[str, EncodedStates, int]]) -> None:
+        packed = [self._format.pack(states) for _, states, _ in batch]
+        header = shard_header(packed)
+        digest, entries, start = hashlib.sha256(header), [], len(header)
+        for (sample_id, states, token_crc32), tensors in zip(batch, packed, strict=True):
+            crc32, end = 0, start
+            for tensor in tensors.values():
+                raw = tensor_bytes(tensor)
+                digest.update(raw)
+                crc32, end = zlib.crc32(raw, crc32), end + len(raw)
+            entries.append(SampleEntry(sample_id, states.rows, states.last_from, start, end, crc32, token_crc32))
+            start = end
+        name = f"{SHARDS}/{self._name}-{number:05d}"
         sidecar = Sidecar(
             shard=f"{name}.safetensors",
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            layer_ids=self._layer_ids,
-            dtype=self._dtype_name,
-            hidden_size=batch[0][1].shape[-1],
+            bytes=start,
+            sha256=digest.hexdigest(),
+            format=self._format,
+            hidden_size=batch[0][1].tensors["last"].shape[-1],
             samples=entries,
         )
-        self._store.write_json(f"{self._directory}/{name}.json", sidecar.to_json())
+        pieces: list[bytes | memoryview] = [
+            header,
+            *(tensor_bytes(tensor) for tensors in packed for tensor in tensors.values()),
+        ]
+        self._until_done(lambda: self._put(sidecar.shard, pieces))
+        text = json.dumps(sidecar.to_json(), indent=1).encode()
+        self._until_done(lambda: self._put(f"{name}.json", [text]))
+
+    def _put(self, name: str, pieces: list[bytes | memoryview]) -> None:
+        """Write a file and see that all of it has arrived."""
+        path, size = f"{self._directory}/{name}", sum(len(piece) for piece in pieces)
+        try:
+            self._store.write_pieces(path, pieces)
+        except StoreError:
+            # When only the answer was lost, a second try at completing the upload finds none.
+            if not self._store.exists(path) or self._store.size(path) != size:
+                raise
+        if (arrived := self._store.size(path)) != size:
+            raise StoreError(
+                f"{self._store.url_of(path)} has {arrived} bytes after {size} were written.", is_transient=True
+            )
+
+    def _until_done(self, write: Callable[[], None]) -> None:
+        """Try until it works; a store that fails for longer than the patience, or for a lasting reason, is an error."""
+        deadline, delay = time.monotonic() + self._patience_s, _FIRST_DELAY_S
+        while True:
+            try:
+                return write()
+            except StoreError as error:
+                if not error.is_transient or time.monotonic() + delay > deadline or self._error is not None:
+                    raise
+                logger.warning("Trying again in %.0f s: %s", delay, error)
+            time.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_S)

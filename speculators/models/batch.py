@@ -15,6 +15,7 @@ class PackedBatch:
     Attributes:
         token_ids: int64 [B, S].
         hidden_states: [B, S, n_layers, H]: the auxiliary layers, then the verifier's last layer before its final norm.
+            Zero at a sample's last token, and the last layer's where it would predict a token without a loss.
         loss_mask: bool [B, S], True on the tokens that the verifier generated.
         document_ids: int64 [B, S]: which sample of the row a position belongs to; -1 is padding.
         positions: int64 [B, S], from 0 in each document.

@@ -144,7 +144,7 @@ def pack_batch(
         rows: Sample ids of each of the B rows.
         row_length: S, positions in a row.
         samples: Token ids and loss masks by sample id.
-        states: Hidden states [tokens, n_layers, H] by sample id.
+        states: Hidden states [n - 1, n_layers, H] by sample id, for a sample of n tokens.
         state_shape: ``(n_layers, H)``.
         dtype: What the hidden states are converted to.
     """
@@ -164,7 +164,7 @@ def pack_batch(
             loss_mask[row, start:end] = torch.tensor(sample.loss_mask)
             document_ids[row, start:end] = document
             positions[row, start:end] = torch.arange(end - start)
-            hidden_states[row, start:end] = states[sample_id]
+            hidden_states[row, start : end - 1] = states[sample_id]
             start, document = end, document + 1
     return PackedBatch(
         token_ids=token_ids,

@@ -77,7 +77,7 @@ class Trainer:
         job = self.job
         self.samples = {s.sample_id: s for s in load_samples(job.store, job.prepare_plan, ["train", "validation"])}
         self.vocab_mapping = load_vocab_mapping(job.store, job.prepare_plan)
-        self.reader = HiddenStateReader(job.store, job.extract_plan)
+        self.reader = HiddenStateReader(job.store, job.extract_plan, int(self.config.cache_gib * 2**30))
         expected = [*job.aux_layer_ids, job.verifier.num_layers]
         if list(self.reader.layer_ids) != expected:
             raise TrainingError(
@@ -285,7 +285,7 @@ class Trainer:
     # --- helpers -------------------------------------------------------------------------------------------------
 
     def _loader(self, shares: list[list[str]]) -> BatchLoader:
-        dtype = torch.float32 if self.device.type == "cpu" else self.reader.dtype
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         return BatchLoader(shares, self.samples, self.reader, dtype, pin_memory=self.device.type == "cuda")
 
     def _forward(self, objective: torch.nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

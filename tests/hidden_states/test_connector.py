@@ -13,22 +13,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from speculators import stages
 from speculators.config import RetrainConfig
-from speculators.data.prepare import Sample
+from speculators.data.prepare import Sample, load_samples
 from speculators.errors import StoreError
 from speculators.hidden_states import extract as module
-from speculators.hidden_states.format import SHARDS, Sidecar
+from speculators.hidden_states.capture import Capture
+from speculators.hidden_states.format import SHARDS, Sidecar, StateFormat
 from speculators.hidden_states.reader import HiddenStateReader
 from speculators.manifest import Stage, StagePlan
+from speculators.models.batch import PackedBatch
 from speculators.progress import TerminalProgress
 from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
+from speculators.training.batches import BatchLoader, plan_epoch
 from speculators.verifier import Verifier
 
 pytestmark = pytest.mark.vllm
 
 MAX_MODEL_LEN = 200
 PREPARE = StagePlan(Stage.PREPARE, {})
+
+
+def make_plan(layers: tuple[int, ...]) -> StagePlan:
+    return StagePlan(Stage.EXTRACT, {"states": StateFormat(layers, "float32", "float32").to_json()})
 
 
 def make_config(folder: Path) -> RetrainConfig:
@@ -52,7 +60,7 @@ def make_config(folder: Path) -> RetrainConfig:
 def make_samples(vocab_size: int) -> list[Sample]:
     chance = random.Random(0)
     prefix = [chance.randrange(vocab_size) for _ in range(100)]
-    lengths = [1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 150, MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1]
+    lengths = [2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 150, MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1]
     prompts = [[chance.randrange(vocab_size) for _ in range(length)] for length in lengths]
     prompts += [prefix + [chance.randrange(vocab_size) for _ in range(more)] for more in (1, 30, 60, 99)]
     return [
@@ -67,17 +75,17 @@ def test_states_are_right_whatever_the_order_and_the_batches(
     """Layers in an order of our own, one of them twice: every row of every sample is what transformers computes."""
     config, samples = make_config(tmp_path), make_samples(verifier.vocab_size)
     monkeypatch.setattr(module, "load_samples", lambda *args: samples)
-    layers = [verifier.num_layers - 3, 0, 2, verifier.num_layers, verifier.num_layers]
-    plan = StagePlan(Stage.EXTRACT, {"layer_ids": layers, "dtype": "float32"})
+    layers = (verifier.num_layers - 3, 0, 2, verifier.num_layers, verifier.num_layers)
+    plan = make_plan(layers)
     store = Store(config.store)
-    module.extract(config, plan, PREPARE, store, verifier, layers, TerminalProgress())
+    module.extract(config, plan, PREPARE, store, verifier, TerminalProgress())
     reader = HiddenStateReader(store, plan)
     model = AutoModelForCausalLM.from_pretrained(verifier.path, dtype=torch.float32).eval()
     for sample in samples:
         found = reader.read(sample.sample_id)
-        assert found.shape == (len(sample.token_ids), len(layers), verifier.hidden_size)
+        assert found.shape == (len(sample.token_ids) - 1, len(layers), verifier.hidden_size)
         with torch.no_grad():
-            tokens = torch.from_numpy(sample.token_ids).long()[None]
+            tokens = torch.from_numpy(sample.token_ids[:-1]).long()[None]
             expected = model(tokens, output_hidden_states=True).hidden_states
             for index, layer in enumerate(layers):
                 # transformers' last entry is after the final norm, vLLM's before it.
@@ -95,20 +103,15 @@ def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends
     verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, samples = make_config(tmp_path), make_samples(verifier.vocab_size)
-    layers = [2, verifier.num_layers]
-    plan = StagePlan(Stage.EXTRACT, {"layer_ids": layers, "dtype": "float32"})
+    plan = make_plan((2, verifier.num_layers))
     store = Store(config.store)
-    repository = str(Path(module.__file__).resolve().parents[2])
-    arguments = module._server_arguments(config, plan, store, verifier, layers)
     wanted = samples[5]
 
     def ask(server: VllmServer, timeout_s: float = 60, max_tokens: int = 1, **more: object) -> httpx.Response:
         body = {"model": "verifier", "prompt": wanted.token_ids.tolist(), "max_tokens": max_tokens, "temperature": 0}
         return httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=timeout_s)
 
-    with VllmServer(
-        config.serving, verifier.path, tmp_path, name="connector", extra_args=arguments, env={"PYTHONPATH": repository}
-    ) as server:
+    with Capture(config, plan, store, verifier).server("connector") as server:
         assert ask(server).status_code == 200
         with pytest.raises(httpx.TimeoutException):
             ask(server, 1.0, 150, ignore_eos=True, kv_transfer_params={"sample_id": "aborted"})
@@ -119,11 +122,68 @@ def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends
         paths = [path for path in store.list(plan.path(SHARDS)) if path.endswith(".json")]
         entries = [entry for path in paths for entry in Sidecar.from_json(store.read_json(path)).samples]
         assert [entry.sample_id for entry in entries] == [wanted.sample_id] * 2
-        assert len({(entry.tokens, entry.token_crc32) for entry in entries}) == 1
+        assert len({(entry.rows, entry.token_crc32) for entry in entries}) == 1
 
     monkeypatch.setattr(module, "load_samples", lambda *args: samples)
     store.delete(plan.path(SHARDS))
     store.write_bytes(plan.path(SHARDS), json.dumps("a file where the folder should be").encode())
     with pytest.raises(StoreError, match=SHARDS):
-        module.extract(config, plan, PREPARE, store, verifier, layers, TerminalProgress())
+        module.extract(config, plan, PREPARE, store, verifier, TerminalProgress())
     assert plan.finished(store) is None
+
+
+def test_one_pass_leaves_the_batches_that_two_passes_leave(verifier: Verifier, tmp_path: Path) -> None:
+    """Answers and their states come from one pass over the verifier; only rounding differs from a second pass.
+
+    Multi-turn prompts share prefixes in vLLM's cache, answers are cut by max_tokens or end by themselves, and samples
+    are cut at max_length."""
+    config = RetrainConfig.model_validate(
+        {
+            "store": str(tmp_path / "store"),
+            "work_dir": str(tmp_path),
+            "verifier": {"model": str(verifier.path)},
+            "serving": {"max_model_len": 320, "max_num_seqs": 8, "cpu_kv_cache_gib": 1},
+            "regenerate": {"max_prompts": 20, "max_tokens": 40, "concurrency": 8},
+            "prepare": {"held_out_prompts": 3, "validation_prompts": 3, "max_length": 120, "draft_vocab_size": 2048},
+            "extract": {"dtype": "float32", "shard_mib": 2, "concurrency": 6},
+        }
+    )
+    run = stages.open_retraining(config)
+    stages.run_regenerate(run, TerminalProgress())
+    prepared = stages.run_prepare(run)
+    one_pass = stages.run_extract(run, TerminalProgress())
+    assert one_pass.figures["computed_tokens"] == 0, "a second pass over the verifier was needed"
+    samples = {s.sample_id: s for s in load_samples(run.store, run.plan.prepare, ["train", "validation"])}
+    assert any(len(s.token_ids) == 120 for s in samples.values())
+    assert any(not s.sample_id.endswith("/0") for s in samples.values())
+    saved = {
+        entry.sample_id
+        for path in run.store.list(run.plan.extract.path(SHARDS))
+        if path.endswith(".json")
+        for entry in Sidecar.from_json(run.store.read_json(path)).samples
+    }
+    held_out = load_samples(run.store, run.plan.prepare, ["held_out"])
+    assert len(held_out) == prepared.figures["held_out_samples"] > 0
+    assert not saved & {s.sample_id for s in held_out}
+    batches = load_batches(run, samples)
+
+    run.store.delete(run.plan.extract.directory)
+    two_passes = stages.run_extract(run, TerminalProgress())
+    assert two_passes.figures["computed_tokens"] == one_pass.figures["tokens"] == two_passes.figures["tokens"]
+    for mine, other in zip(batches, load_batches(run, samples), strict=True):
+        for field in ("token_ids", "loss_mask", "document_ids", "positions"):
+            assert torch.equal(getattr(mine, field), getattr(other, field))
+        # A layer at a time: their sizes differ by orders of magnitude.
+        difference = (mine.hidden_states - other.hidden_states).norm(dim=-1)
+        size = other.hidden_states.norm(dim=-1)
+        assert torch.equal(mine.hidden_states.any(dim=-1), other.hidden_states.any(dim=-1))
+        assert float((difference / size.clamp(min=1e-6)).max()) < 1e-3
+        assert float((difference[size > 0] / size[size > 0]).median()) < 1e-5
+
+
+def load_batches(run: stages.Retraining, samples: dict[str, Sample]) -> list[PackedBatch]:
+    lengths = {name: len(sample.token_ids) for name, sample in samples.items()}
+    shares = [step[0] for step in plan_epoch(lengths, 256, 1, (0, 0))]
+    reader = HiddenStateReader(run.store, run.plan.extract)
+    with BatchLoader(shares, samples, reader, torch.float32) as loader:
+        return list(loader)

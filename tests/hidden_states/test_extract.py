@@ -18,8 +18,9 @@ import torch
 from speculators.config import RetrainConfig
 from speculators.data.prepare import Sample
 from speculators.errors import PipelineError, ServingError, StoreError
+from speculators.hidden_states import capture
 from speculators.hidden_states import extract as module
-from speculators.hidden_states.format import ERRORS, SHARDS, token_checksum
+from speculators.hidden_states.format import ERRORS, SHARDS, StateFormat, token_checksum
 from speculators.hidden_states.reader import HiddenStateReader
 from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Manifest, Stage, StagePlan
@@ -28,18 +29,27 @@ from speculators.store import TEMPORARY_MARK, Store
 
 HIDDEN, LAYERS = 4, [1, 2, 4]
 VERIFIER = SimpleNamespace(path=Path("model"), hidden_size=HIDDEN, num_layers=4, architectures=["LlamaForCausalLM"])
-PLAN = StagePlan(Stage.EXTRACT, {"layer_ids": LAYERS, "dtype": "float32"})
+FORMAT = StateFormat(tuple(LAYERS), "float32", "float32")
+PLAN = StagePlan(Stage.EXTRACT, {"states": FORMAT.to_json()})
 PREPARE = StagePlan(Stage.PREPARE, {})
 
 
 def make_sample(number: int) -> Sample:
     tokens = np.arange(number, number + 5 + number, dtype=np.int32)
-    return Sample(f"p{number}/0", f"p{number}", "train", tokens, np.ones(len(tokens), dtype=np.bool_), 2)
+    return Sample(f"p{number}/0", f"p{number}", "train", tokens, np.arange(len(tokens)) >= 2, 2)
 
 
 def states_of(sample: Sample) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(sample.token_ids[0]))
-    return torch.randn(len(sample.token_ids), len(LAYERS), HIDDEN, generator=generator)
+    states = torch.randn(len(sample.token_ids) - 1, len(LAYERS), HIDDEN, generator=generator)
+    states[:1, -1] = 0  # not stored: it would predict a token of the prompt
+    return states
+
+
+def save(writer: ShardWriter, sample: Sample, rows: int | None = None, last_from: int = 1, tokens: Any = None) -> None:
+    """What the connector does with a sample; wrong where asked for."""
+    states = FORMAT.encode(states_of(sample)[:rows], last_from)
+    writer.add(sample.sample_id, states, token_checksum(sample.token_ids[:-1] if tokens is None else tokens))
 
 
 class FakeServer:
@@ -49,19 +59,17 @@ class FakeServer:
 
     def __init__(self, store: Store) -> None:
         self.store, self.starts = store, 0
-        self.arguments: list[str] = []
         self.asked: list[str] = []
         self.dead: str | None = None
         self.on_sample: Callable[[str, ShardWriter], None] | None = None
 
-    def __call__(self, *args: Any, extra_args: list[str], **kwargs: Any) -> FakeServer:
-        self.arguments = extra_args
+    def __call__(self, *args: Any, **kwargs: Any) -> FakeServer:
         return self
 
     def __enter__(self) -> FakeServer:
         self.starts += 1
         self.asked = []
-        self.writer = ShardWriter(self.store, PLAN.directory, LAYERS, "float32", 600, idle_flush_s=0.1)
+        self.writer = ShardWriter(self.store, PLAN.directory, FORMAT, 600, idle_flush_s=0.1)
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -74,9 +82,6 @@ class FakeServer:
         if self.dead is not None:
             raise ServingError(self.dead)
 
-    def option(self, name: str) -> Any:
-        return json.loads(self.arguments[self.arguments.index(name) + 1])
-
 
 @pytest.fixture
 def samples() -> list[Sample]:
@@ -86,7 +91,7 @@ def samples() -> list[Sample]:
 @pytest.fixture
 def server(store: Store, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     fake = FakeServer(store)
-    by_tokens = {tuple(sample.token_ids.tolist()): sample for sample in samples}
+    by_tokens = {tuple(sample.token_ids[:-1].tolist()): sample for sample in samples}
 
     class FakeClient:
         def __init__(self, *args: object) -> None: ...
@@ -99,24 +104,27 @@ def server(store: Store, samples: list[Sample], monkeypatch: pytest.MonkeyPatch)
         async def complete(self, prompt: list[int], *, max_tokens: int, kv_transfer_params: dict, **rest: Any) -> None:
             await asyncio.sleep(0.01)
             sample = by_tokens[tuple(prompt)]
-            assert (max_tokens, kv_transfer_params) == (1, {"sample_id": sample.sample_id})
+            assert (max_tokens, kv_transfer_params) == (
+                1,
+                {"sample_id": sample.sample_id, "last_from": 1, "max_rows": 511},
+            )
             if fake.dead is not None:
                 raise ServingError("the connection failed")
             fake.asked.append(sample.sample_id)
             if fake.on_sample is not None:
                 fake.on_sample(sample.sample_id, fake.writer)
             else:
-                fake.writer.add(sample.sample_id, states_of(sample), token_checksum(sample.token_ids))
+                save(fake.writer, sample)
 
-    monkeypatch.setattr(module, "VllmServer", fake)
+    monkeypatch.setattr(capture, "VllmServer", fake)
     monkeypatch.setattr(module, "VllmClient", FakeClient)
     monkeypatch.setattr(module, "load_samples", lambda *args: samples)
     return fake
 
 
-def run(store: Store, layer_ids: list[int] = LAYERS) -> Manifest:
+def run(store: Store, plan: StagePlan = PLAN) -> Manifest:
     config = RetrainConfig.model_validate({"extract": {"concurrency": 3, "dtype": "float32"}})
-    return module.extract(config, PLAN, PREPARE, store, VERIFIER, layer_ids, Progress())  # type: ignore[arg-type]
+    return module.extract(config, plan, PREPARE, store, VERIFIER, Progress())  # type: ignore[arg-type]
 
 
 def check_whole(store: Store, samples: list[Sample]) -> None:
@@ -132,18 +140,28 @@ def test_every_sample_is_asked_for_once(store: Store, server: FakeServer, sample
     check_whole(store, samples)
     assert sorted(server.asked) == sorted(sample.sample_id for sample in samples)
     assert manifest.figures["samples"] == len(samples)
-    assert manifest.figures["tokens"] == sum(len(sample.token_ids) for sample in samples)
-    assert manifest.figures["bytes_per_token"] >= 4 * len(LAYERS) * HIDDEN
+    assert manifest.figures["tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
+    assert manifest.figures["bytes_per_token"] > 4 * (len(LAYERS) - 1) * HIDDEN
     assert run(store) == manifest
     assert server.starts == 1
 
 
-def test_layers_are_asked_for_in_the_order_that_vllm_has(store: Store, server: FakeServer) -> None:
+def test_layers_are_asked_for_in_the_order_that_vllm_has(store: Store) -> None:
     """vLLM sorts them; the connector is told the order that is wanted."""
-    run(store, layer_ids=[4, 1, 2, 4])
-    speculative, transfer = server.option("--speculative-config"), server.option("--kv-transfer-config")
+    states = {**FORMAT.to_json(), "layer_ids": [4, 1, 2, 4]}
+    plan = StagePlan(Stage.EXTRACT, {"states": states})
+    arguments = capture.Capture(RetrainConfig(), plan, store, VERIFIER).server_arguments()  # type: ignore[arg-type]
+    speculative, transfer = (
+        json.loads(arguments[arguments.index(name) + 1]) for name in ("--speculative-config", "--kv-transfer-config")
+    )
     assert speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
-    assert transfer["kv_connector_extra_config"]["layer_ids"] == [4, 1, 2, 4]
+    assert transfer["kv_connector_extra_config"]["states"] == states
+
+
+def test_a_head_without_auxiliary_layers_needs_the_last_one_everywhere(store: Store) -> None:
+    plan = StagePlan(Stage.EXTRACT, {"states": {**FORMAT.to_json(), "layer_ids": [4]}})
+    asked = capture.Capture(RetrainConfig(), plan, store, VERIFIER).request("p/0", 7)  # type: ignore[arg-type]
+    assert asked == {"sample_id": "p/0", "last_from": 0, "max_rows": RetrainConfig().prepare.max_length - 1}
 
 
 def test_an_interrupted_run_goes_on(store: Store, server: FakeServer, samples: list[Sample]) -> None:
@@ -152,8 +170,7 @@ def test_an_interrupted_run_goes_on(store: Store, server: FakeServer, samples: l
             time.sleep(0.3)  # until the writer has flushed what it got
             server.dead = "vLLM (vllm-extract) died: killed"
             return
-        sample = next(s for s in samples if s.sample_id == sample_id)
-        writer.add(sample_id, states_of(sample), token_checksum(sample.token_ids))
+        save(writer, next(s for s in samples if s.sample_id == sample_id))
 
     server.on_sample = break_off
     with pytest.raises(ServingError, match="died: killed"):
@@ -176,21 +193,23 @@ def test_an_interrupted_run_goes_on(store: Store, server: FakeServer, samples: l
 
 
 def test_what_is_not_the_samples_own_does_not_count(store: Store, server: FakeServer, samples: list[Sample]) -> None:
-    """Other tokens, other length, a shard that is gone: asked for again. A sample saved twice: the first counts."""
-    first, second, third, fourth = samples[:4]
-    writer = ShardWriter(store, PLAN.directory, LAYERS, "float32", 1, idle_flush_s=0.1)
-    with writer:
-        writer.add(first.sample_id, states_of(first), token_checksum([1, 2, 3]))
-        writer.add(second.sample_id, states_of(second)[:-1], token_checksum(second.token_ids))
-        writer.add(third.sample_id, states_of(third), token_checksum(third.token_ids))
-        writer.add(fourth.sample_id, states_of(fourth), token_checksum(fourth.token_ids))
-        writer.add(fourth.sample_id, states_of(fourth), token_checksum(fourth.token_ids))
-    shards = [path for path in store.list(PLAN.path(SHARDS)) if path.endswith(".safetensors")]
-    assert len(shards) == 5
-    store.delete(shards[2])
+    """Other tokens, other length, too little of the last layer, a shard that is gone: asked for again.
+
+    Of a sample saved twice one counts."""
+    first, second, third, fourth, fifth = samples[:5]
+    with ShardWriter(store, PLAN.directory, FORMAT, 1, idle_flush_s=0.1) as writer:
+        save(writer, first, tokens=[1, 2, 3])
+        save(writer, second, rows=-1)
+        save(writer, third, last_from=2)
+        save(writer, fourth)
+    [gone] = [path for path in store.list(PLAN.path(SHARDS)) if path.endswith("-00003.safetensors")]
+    store.delete(gone)
+    with ShardWriter(store, PLAN.directory, FORMAT, 1, idle_flush_s=0.1) as writer:
+        for _ in range(2):
+            save(writer, fifth)
     run(store)
-    assert {first.sample_id, second.sample_id, third.sample_id} <= set(server.asked)
-    assert fourth.sample_id not in server.asked
+    assert {sample.sample_id for sample in (first, second, third, fourth)} <= set(server.asked)
+    assert fifth.sample_id not in server.asked
     check_whole(store, samples)
 
 
@@ -245,6 +264,6 @@ def test_too_little_space_is_said_before_vllm_starts(
     store: Store, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "free_bytes", lambda: 1000)
-    with pytest.raises(StoreError, match=r"need about 0\.00 GiB \(48 bytes a token\), but only 0\.00 GiB are free"):
+    with pytest.raises(StoreError, match=r"need about 0\.00 GiB, but only 0\.00 GiB are free"):
         run(store)
     assert server.starts == 0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from speculators.config import RetrainConfig
-from speculators.hidden_states.format import INDEX_FILE, SHARDS, Sidecar, token_checksum
+from speculators.hidden_states.format import INDEX_FILE, SHARDS, Sidecar, StateFormat, token_checksum
 from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Stage, StagePlan
 from speculators.progress import Progress
@@ -118,7 +118,10 @@ def make_training(
     prepare_plan = StagePlan(Stage.PREPARE, {"synthetic": [train_samples, validation_samples]})
     extract_plan = StagePlan(
         Stage.EXTRACT,
-        {"prepare": prepare_plan.fingerprint, "layer_ids": [*AUX_LAYERS, LAYERS], "dtype": "bfloat16"},
+        {
+            "prepare": prepare_plan.fingerprint,
+            "states": StateFormat((*AUX_LAYERS, LAYERS), "bfloat16", "bfloat16").to_json(),
+        },
     )
 
     rows, states = [], {}
@@ -181,9 +184,11 @@ def write_samples(store: Store, plan: StagePlan, rows: list[dict[str, Any]]) -> 
 
 def write_states(store: Store, plan: StagePlan, rows: list[dict[str, Any]], states: dict[str, torch.Tensor]) -> None:
     """Hidden states as the extraction leaves them, in several shards."""
-    with ShardWriter(store, plan.directory, plan.determinants["layer_ids"], "bfloat16", shard_bytes=100_000) as writer:
+    states_format = StateFormat.from_json(plan.determinants["states"])
+    with ShardWriter(store, plan.directory, states_format, shard_bytes=100_000) as writer:
         for row in rows:
-            writer.add(row["sample_id"], states[row["sample_id"]], token_checksum(row["token_ids"]))
+            encoded = states_format.encode(states[row["sample_id"]][:-1], row["prompt_length"] - 1)
+            writer.add(row["sample_id"], encoded, token_checksum(row["token_ids"][:-1]))
     sidecars = [Sidecar.from_json(store.read_json(p)) for p in store.list(plan.path(SHARDS)) if p.endswith(".json")]
     index = pd.DataFrame([{"shard": s.shard, **vars(entry)} for s in sidecars for entry in s.samples])
     store.write_bytes(plan.path(INDEX_FILE), index.to_parquet(index=False))
