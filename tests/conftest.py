@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -140,17 +141,60 @@ def s3_endpoint(start_service: Callable[..., None]) -> str:
     return f"http://127.0.0.1:{port}"
 
 
+@pytest.fixture(scope="session")
+def seaweedfs_endpoint(start_service: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """URL of another S3 server, SeaweedFS, which stores and checks as a production one does."""
+    folder = tmp_path_factory.mktemp("seaweedfs")
+    keys = {"accessKey": "test-key-id", "secretKey": "test-secret-key"}
+    identity = {"name": "test", "credentials": [keys], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"]
+    ports = {name: free_port() for name in [*names, "s3.port", "s3.port.grpc"]}
+    options = {
+        **ports,
+        "dir": folder,
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "master.telemetry": "false",
+        "master.volumeSizeLimitMB": 64,
+        "volume.max": 40,
+        "volume.minFreeSpace": 1,
+        "volume.preStopSeconds": 0,
+        "s3.config": folder / "s3.json",
+        "s3.iam": "false",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+    }
+    weed = str(Path(sys.executable).with_name("weed"))
+    command = [weed, "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+    url = f"http://127.0.0.1:{ports['s3.port']}"
+    start_service("seaweedfs", command, url, {"GOMEMLIMIT": "400MiB"})
+    return url
+
+
 @pytest.fixture
 def s3_bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh bucket on the S3 endpoint, with the environment pointing there."""
+    return make_bucket(s3_endpoint, monkeypatch)
+
+
+def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh bucket on an S3 server, with the environment pointing there."""
     import s3fs
 
-    for name, value in s3_environment(s3_endpoint).items():
+    for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    bucket = f"test-{time.monotonic_ns()}"
-    s3fs.S3FileSystem().mkdir(bucket)
-    return bucket
+    bucket, deadline = f"test-{time.monotonic_ns()}", time.monotonic() + 60
+    while True:
+        try:
+            s3fs.S3FileSystem().mkdir(bucket)
+            s3fs.S3FileSystem().pipe_file(f"{bucket}/probe", b"ready")
+            return bucket
+        except OSError:  # a server that has just started takes no data yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ from speculators.hidden_states.reader import HiddenStateReader
 from speculators.hidden_states.writer import ShardWriter
 from speculators.manifest import Stage, StagePlan
 from speculators.store import Store
+from tests.conftest import make_bucket
 
 LAYERS, HIDDEN = [1, 2, 4], 8
 
@@ -100,11 +101,12 @@ def finish(store: Store, stage: StagePlan) -> None:
     stage.complete(store, {INDEX_FILE: None}, {"hidden_size": HIDDEN})
 
 
-@pytest.fixture(params=["local", "s3"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+@pytest.fixture(params=["local", "s3", "seaweedfs"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     if request.param == "local":
         return Store(tmp_path / "store")
-    return Store(f"s3://{request.getfixturevalue('s3_bucket')}/prefix", cache_dir=tmp_path / "cache")
+    bucket = make_bucket(request.getfixturevalue(f"{request.param}_endpoint"), monkeypatch)
+    return Store(f"s3://{bucket}/prefix", cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
