@@ -47,11 +47,7 @@ async def run(config: RetrainConfig, count: int, rounds: int) -> None:
     plan = StagePlan(Stage.EXTRACT, {"benchmark": time.time(), "states": state_format(config, verifier).to_json()})
     capture = Capture(config, plan, store, verifier)
     prompts = load_prompts(config.regenerate.prompts, count)
-    timeout, retries, slots = (
-        config.regenerate.request_timeout_s,
-        config.regenerate.max_retries,
-        config.extract.concurrency,
-    )
+    section, slots = config.regenerate, config.extract.concurrency
     with (
         VllmServer(config.serving, verifier.path, work, name="plain") as plain_server,
         capture.server("saving") as saving_server,
@@ -75,9 +71,8 @@ async def run(config: RetrainConfig, count: int, rounds: int) -> None:
             answers: list[Completion] = []
 
             async def generate(client: VllmClient, saved: str) -> int:
-                answers[:] = await asyncio.gather(
-                    *(ask(client, n, saved and f"{saved}/{n}") for n in range(len(prompts)))
-                )
+                asked = (ask(client, n, saved and f"{saved}/{n}") for n in range(len(prompts)))
+                answers[:] = await asyncio.gather(*asked)
                 return sum(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
 
             async def extract(client: VllmClient, saved: str) -> int:
