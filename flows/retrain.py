@@ -42,14 +42,10 @@ def retrain(config: RetrainConfig | None = None) -> str:
     run = set_up(config)
     skipped = {plan.stage.value for plan in stage_plans(run) if plan.finished(run.store)}
     with parent_run(config) as tracker:
-        manifests = [
-            regenerate(run, tracker),
-            prepare(run, tracker),
-            extract(run, tracker),
-            train(run, tracker),
-            export(run, tracker),
-            evaluate(run, tracker),
-        ]
+        manifests = [regenerate(run, tracker), prepare(run, tracker)]
+        if config.extract.mode == "offline":
+            manifests.append(extract(run, tracker))
+        manifests += [train(run, tracker), export(run, tracker), evaluate(run, tracker)]
         promotion = promote(run, tracker, manifests[-1])
         return report(run, tracker, manifests, promotion, skipped)
 

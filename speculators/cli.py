@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from speculators.checkpoints.speculators_format import read_config, read_weights
 from speculators.checkpoints.stitch import stitch
 from speculators.config import BUILTIN_VERIFIER, RetrainConfig, VerifierConfig, load_config
 from speculators.errors import CheckpointError, PipelineError
+from speculators.hidden_states.capture import Capture
 from speculators.manifest import Manifest
 from speculators.progress import TerminalProgress
 from speculators.verifier import resolve_verifier
@@ -72,6 +74,29 @@ def generate_offline_data(config: ConfigOption = None, override: SetOption = Non
     """Extract the verifier's hidden states with vLLM into the store."""
     run = _open(config, override)
     _report(run, stages.run_extract(run, TerminalProgress()))
+
+
+@app.command("serve-hidden-states")
+def serve_hidden_states(
+    config: ConfigOption = None,
+    override: SetOption = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all, in a network you trust.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8100,
+) -> None:
+    """Serve the verifier for trainings with extract.mode online or hybrid, until interrupted. Runs on any host that
+    reaches the same store."""
+    run = _open(config, override)
+    capture = Capture(run.config, run.plan.extract, run.store, run.verifier)
+    with capture.server("vllm-online", online=True, address=(host, port)) as server:
+        typer.echo(f"serving hidden states at {server.url}")
+        try:
+            while True:
+                server.check_alive()
+                time.sleep(1)
+        except KeyboardInterrupt:
+            typer.echo("ending")
 
 
 @app.command("train")

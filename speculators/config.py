@@ -119,11 +119,21 @@ class ExtractConfig(Section):
         description="zstd saves a quarter of float8_e4m3's bytes and a third of bfloat16's, for processor time.",
     )
     shard_mib: int = Field(256, ge=1, description="Target size of a shard in MiB.")
-    concurrency: int = Field(16, ge=1, description="Requests in flight.")
+    concurrency: int = Field(16, ge=1, description="Requests in flight, over all processes.")
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline",
+        description="offline: extract all, then train. online: train while vLLM makes the states, which are dropped"
+        " after use. hybrid: as online in the first epoch, which keeps them for the others.",
+    )
+    endpoints: list[str] = Field(
+        [],
+        description="online and hybrid: base URLs of vLLM servers that `speculators serve-hidden-states` started."
+        " Empty: the pipeline starts one itself.",
+    )
     one_pass: bool = Field(
         True,
-        description="Save hidden states while the answers are generated, without a second pass over the verifier. Needs"
-        " a vLLM that the pipeline starts itself (no serving.endpoints).",
+        description="offline: save hidden states while the answers are generated, without a second pass over the"
+        " verifier. Needs a vLLM that the pipeline starts itself (no serving.endpoints).",
     )
 
 

@@ -83,10 +83,22 @@ def _check_fits(config: RetrainConfig, verifier: Verifier) -> None:
                 f" so ids go from 0 (embedding) to {layers - 1}."
             )
     _check_drafter(config, verifier)
+    _check_online(config)
     longest = verifier.config.get("max_position_embeddings")
     if longest and config.serving.max_model_len > longest:
         raise ConfigError(
             f"serving.max_model_len ({config.serving.max_model_len}) is more than {verifier.source} can: {longest}."
+        )
+
+
+def _check_online(config: RetrainConfig) -> None:
+    """Refuse what could not work in the modes that make hidden states while training goes on."""
+    if config.extract.mode == "offline":
+        return
+    if config.serving.device == config.train.device == "cuda" and not config.extract.endpoints:
+        raise ConfigError(
+            f"extract.mode {config.extract.mode}: vLLM and training cannot share GPUs. Start vLLM with `speculators"
+            " serve-hidden-states` on GPUs of its own, and name its URL in extract.endpoints."
         )
 
 
@@ -124,7 +136,8 @@ def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
     arguments = (config, run.plan.regenerate, run.store, run.verifier)
     if serving.endpoints:
         return regenerate(*arguments, serving.endpoints, progress)
-    if not config.extract.one_pass or run.plan.extract.finished(run.store) is not None:
+    one_pass = config.extract.one_pass and config.extract.mode == "offline"
+    if not one_pass or run.plan.extract.finished(run.store) is not None:
         with VllmServer(serving, run.verifier.path, run.work_dir, name="vllm-regenerate") as server:
             return regenerate(*arguments, [server.url], progress)
 
@@ -155,7 +168,10 @@ def run_prepare(run: Retraining) -> Manifest:
 
 
 def run_extract(run: Retraining, progress: Progress) -> Manifest:
-    """Hidden states of all training and validation samples, written to the store by vLLM."""
+    """Hidden states of all training and validation samples, written to the store by vLLM.
+
+    Not for ``extract.mode`` online and hybrid, in which training asks for them.
+    """
     return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, progress)
 
 

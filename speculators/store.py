@@ -27,7 +27,13 @@ TEMPORARY_MARK = ".tmp-"
 _PART_BYTES = 16 << 20
 # What S3 answers, as s3fs translates it, and what a connection that breaks raises: worth another try.
 _TRANSIENT_ERRNOS = {errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.ETIMEDOUT}
-_TRANSIENT_BOTOCORE = {"HTTPClientError", "ConnectionClosedError", "ReadTimeoutError", "IncompleteReadError"}
+_TRANSIENT_BOTOCORE = {
+    "ConnectionClosedError",
+    "FlexibleChecksumError",
+    "HTTPClientError",
+    "IncompleteReadError",
+    "ReadTimeoutError",
+}
 _TRANSIENT_ERRORS = (ConnectionError, TimeoutError, fsspec.exceptions.FSTimeoutError)
 
 

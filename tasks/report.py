@@ -65,7 +65,9 @@ def summary(
     lines += [f"| {'Figure':<{width}} | Value |", f"| {'-' * width} | --- |"]
     lines += [f"| {name:<{width}} | {value} |" for name, value in rows]
     lines += ["", "| Stage      | Seconds | In the store |", "| ---------- | ------- | --- |"]
-    for manifest, plan in zip(manifests, stages.stage_plans(run), strict=True):
+    plans = {plan.stage: plan for plan in stages.stage_plans(run)}
+    for manifest in manifests:
+        plan = plans[manifest.stage]
         seconds = "skipped" if manifest.stage.value in skipped else f"{manifest.seconds:.0f}"
         lines.append(f"| {manifest.stage.value:<10} | {seconds:<7} | {run.store.url_of(plan.directory)} |")
     lines += [

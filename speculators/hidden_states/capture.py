@@ -13,7 +13,7 @@ from speculators.config import RetrainConfig
 from speculators.errors import ServingError, StoreError
 from speculators.hidden_states.format import ERRORS, SHARDS, Sidecar, cached_layers
 from speculators.hidden_states.vllm_plugin import MIMO_WITH_HIDDEN_STATES
-from speculators.manifest import StagePlan
+from speculators.manifest import StagePlan, fingerprint
 from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
 from speculators.verifier import Verifier
@@ -22,6 +22,19 @@ logger = logging.getLogger(__name__)
 _IDLE_FLUSH_S = 2.0
 _STALLED_S = 180.0
 _POLL_S = 0.5
+
+
+def online_directory(plan: StagePlan) -> str:
+    """Folder of the store through which states go to a training that asks for them; of a verifier, not of a dataset."""
+    same = ("verifier", "states", "states_format", "serving_dtype")
+    return f"online/{fingerprint({name: plan.determinants.get(name) for name in same})}"
+
+
+def remove_online_files(store: Store, plan: StagePlan, owner: str) -> None:
+    """Remove what a training that has ended left in :func:`online_directory`."""
+    for path in store.list(online_directory(plan)):
+        if path.rpartition("/")[2].startswith(f"{owner}-"):
+            store.delete(path)
 
 
 class Capture:
@@ -35,18 +48,24 @@ class Capture:
         self._config, self._plan, self._store, self._verifier = config, plan, store, verifier
         self.sidecars: dict[str, Sidecar] = {}
 
-    def server(self, name: str) -> VllmServer:
-        """A vLLM of the verifier that saves the states of every request which :meth:`request` describes."""
+    def server(self, name: str, *, online: bool = False, address: tuple[str, int] | None = None) -> VllmServer:
+        """A vLLM of the verifier that saves the states of every request which :meth:`request` describes.
+
+        Args:
+            online: Every sample goes into a file of its own at once, for :class:`OnlineStates`; else into shards.
+            address: Host and port to listen on; None for a free port of this machine that only it can reach.
+        """
         return VllmServer(
             self._config.serving,
             self._verifier.path,
             Path(self._config.work_dir),
             name=name,
-            extra_args=self.server_arguments(),
+            address=address,
+            extra_args=self.server_arguments(online),
             env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         )
 
-    def server_arguments(self) -> list[str]:
+    def server_arguments(self, online: bool = False) -> list[str]:
         """vLLM's arguments for that."""
         states = self._plan.determinants["states"]
         layers = cached_layers(states["layer_ids"])
@@ -62,10 +81,11 @@ class Capture:
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "store_url": str(Path(store.root).resolve()) if store.is_local else store.url,
-                "directory": self._plan.directory,
+                "directory": online_directory(self._plan) if online else self._plan.directory,
                 "states": states,
                 "shard_bytes": self._config.extract.shard_mib << 20,
                 "idle_flush_s": _IDLE_FLUSH_S,
+                "one_file_each": online,
             },
         }
         is_mimo = self._verifier.architectures == ["MiMoForCausalLM"]

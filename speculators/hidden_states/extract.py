@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,16 @@ from speculators.config import RetrainConfig
 from speculators.data.prepare import Sample, load_samples
 from speculators.errors import ServingError, StoreError
 from speculators.hidden_states.capture import Capture
-from speculators.hidden_states.format import INDEX_FILE, SHARDS, SampleEntry, Sidecar, StateFormat, token_checksum
+from speculators.hidden_states.format import (
+    INDEX_FILE,
+    SHARDS,
+    IndexEntry,
+    SampleEntry,
+    Sidecar,
+    StateFormat,
+    token_checksum,
+)
+from speculators.hidden_states.reader import HiddenStateReader
 from speculators.manifest import Manifest, StagePlan
 from speculators.progress import Progress
 from speculators.serving.client import VllmClient
@@ -66,6 +76,34 @@ def extract(
             asyncio.run(_send_all(config, capture, server, missing, states, progress))
             seconds = time.monotonic() - started
     return _finish(plan, store, states, verifier, sum(len(sample.token_ids) - 1 for sample in missing), seconds)
+
+
+def finish_set(
+    config: RetrainConfig, plan: StagePlan, store: Store, verifier: Verifier, samples: list[Sample]
+) -> list[Sample]:
+    """Make a set of whatever shards there are; nothing happens when it is whole already.
+
+    Returns:
+        Samples that are missing; if there are any, nothing was made.
+    """
+    if plan.finished(store) is not None:
+        return []
+    states = _States(Capture(config, plan, store, verifier), samples)
+    states.refresh()
+    if missing := states.missing():
+        return missing
+    _finish(plan, store, states, verifier, sum(len(sample.token_ids) - 1 for sample in samples), 0.0)
+    return []
+
+
+def read_shards(
+    config: RetrainConfig, plan: StagePlan, store: Store, verifier: Verifier, samples: list[Sample]
+) -> HiddenStateReader:
+    """A reader of those of the samples that are in the shards of an unfinished set."""
+    states = _States(Capture(config, plan, store, verifier), samples)
+    states.refresh()
+    states_format = StateFormat.from_json(plan.determinants["states"])
+    return HiddenStateReader(store, plan.directory, states_format, verifier.hidden_size, states.entries())
 
 
 async def _send_all(
@@ -174,10 +212,10 @@ class _States:
         """Samples that are not in the store."""
         return [sample for sample_id, sample in self._wanted.items() if sample_id not in self._found]
 
-    def index(self) -> pd.DataFrame:
-        """One row a sample, in the dataset's order."""
-        found = [self._found[sample_id] for sample_id in self._wanted]
-        return pd.DataFrame([{"shard": shard, **entry.__dict__} for shard, entry in found])
+    def entries(self) -> list[IndexEntry]:
+        """What was found, in the dataset's order."""
+        found = [self._found[sample_id] for sample_id in self._wanted if sample_id in self._found]
+        return [IndexEntry(shard=shard, **asdict(entry)) for shard, entry in found]
 
     def used(self) -> list[Sidecar]:
         """Sidecars of the shards that the index names."""
@@ -196,7 +234,7 @@ def _remove_abandoned(store: Store, plan: StagePlan) -> None:
 def _finish(
     plan: StagePlan, store: Store, states: _States, verifier: Verifier, computed: int, seconds: float
 ) -> Manifest:
-    index, kept = states.index(), states.used()
+    index, kept = pd.DataFrame(map(asdict, states.entries())), states.used()
     names = {
         f"{sidecar.shard.removesuffix('.safetensors')}{end}" for sidecar in kept for end in (".safetensors", ".json")
     }

@@ -12,6 +12,7 @@ reads it. Rows of the last layer are kept from ``last_from`` on: before, they pr
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -119,14 +120,11 @@ class StateFormat:
         packed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(planes)
         return {_COMPRESSED: torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
 
-    def unpack(self, data: bytes | memoryview, rows: int, last_from: int, hidden_size: int) -> Tensor:
-        """The inverse of :meth:`encode` and :meth:`pack`.
+    def unpack(self, data: bytes | memoryview, rows: int, last_from: int, hidden_size: int) -> EncodedStates:
+        """The inverse of :meth:`pack`.
 
         Args:
             data: The sample's range of a shard.
-
-        Returns:
-            float32 [rows, n_layers, H] on the CPU; the last layer is zero before ``last_from``.
 
         Raises:
             ValueError: The bytes are not those of such a sample.
@@ -140,7 +138,7 @@ class StateFormat:
         }
         dtypes = {_AUX: DTYPES[self.dtype], _LAST: DTYPES[self.last_dtype]}
         parts = [(name, shapes[name], dtypes.get(name, torch.float32)) for name in self._names()]
-        size = sum(int(np.prod(shape)) * dtype.itemsize for _, shape, dtype in parts)
+        size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in parts)
         if self.compression == "zstd":
             try:
                 data = zstandard.ZstdDecompressor().decompress(data, max_output_size=max(size, 1))
@@ -151,15 +149,24 @@ class StateFormat:
         raw, start = np.frombuffer(data, dtype=np.uint8), 0
         tensors: dict[str, Tensor] = {}
         for name, shape, dtype in parts:
-            end = start + int(np.prod(shape)) * dtype.itemsize
+            end = start + math.prod(shape) * dtype.itemsize
             part = raw[start:end]
             if self.compression == "zstd":
                 part = part.reshape(dtype.itemsize, -1).T
             tensors[name] = torch.from_numpy(part.flatten()).view(dtype).view(shape)
             start = end
-        states = torch.zeros(rows, n_aux + 1, hidden_size)
+        return EncodedStates(rows, last_from, tensors)
+
+    def decode(self, sample: EncodedStates) -> Tensor:
+        """The inverse of :meth:`encode`, but for rounding.
+
+        Returns:
+            float32 [rows, n_layers, H]; the last layer is zero before ``last_from``.
+        """
+        tensors = sample.tensors
+        states = torch.zeros(sample.rows, len(self.layer_ids), tensors[_LAST].shape[-1])
         states[:, :-1] = _from_stored(tensors[_AUX], tensors.get(_AUX_SCALE))
-        states[last_from:, -1] = _from_stored(tensors[_LAST], tensors.get(_LAST_SCALE))
+        states[sample.last_from :, -1] = _from_stored(tensors[_LAST], tensors.get(_LAST_SCALE))
         return states
 
     def _names(self) -> list[str]:
@@ -242,12 +249,18 @@ class Sidecar:
         return cls(**{**value, "format": StateFormat.from_json(value["format"]), "samples": samples})
 
 
-def shard_header(samples: Sequence[Mapping[str, Tensor]]) -> bytes:
+def shard_header(samples: Sequence[Mapping[str, Tensor]], entry: SampleEntry | None = None) -> bytes:
     """What precedes the data of a shard: safetensors' header, with the tensors of sample i named ``i.<name>``.
 
     Written here because a sample's tensors have to lie side by side, and safetensors' own writer sorts them by dtype.
+
+    Args:
+        entry: Describes the one sample of a file without sidecar; its range counts from the end of the header.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "hidden_states_format": str(FORMAT_VERSION)}}
+    metadata = {"format": "pt", "hidden_states_format": str(FORMAT_VERSION)}
+    if entry is not None:
+        metadata["sample"] = json.dumps(asdict(entry))
+    header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for number, tensors in enumerate(samples):
         for name, tensor in tensors.items():
@@ -261,6 +274,23 @@ def shard_header(samples: Sequence[Mapping[str, Tensor]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_sample_file(data: bytes, format: StateFormat, hidden_size: int) -> tuple[SampleEntry, EncodedStates]:
+    """The sample of a file that holds one, and what describes it.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    start = 8 + int.from_bytes(data[:8], "little")
+    try:
+        entry = SampleEntry(**json.loads(json.loads(data[8:start])["__metadata__"]["sample"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it has no description of a sample ({error})") from error
+    content = data[start:]
+    if len(content) != entry.size or zlib.crc32(content) != entry.crc32:
+        raise ValueError("its checksum is wrong")
+    return entry, format.unpack(content, entry.rows, entry.last_from, hidden_size)
 
 
 def cached_layers(layer_ids: Sequence[int]) -> list[int]:

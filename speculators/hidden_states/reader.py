@@ -21,6 +21,7 @@ from speculators.store import Store
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 _TRIES = 3
+DEFAULT_CACHE_BYTES = 32 << 30
 
 
 @dataclass(frozen=True)
@@ -37,30 +38,57 @@ class _Piece:
 
 
 class HiddenStateReader:
-    """A finished set of hidden states. May be used by several threads at once.
+    """Hidden states in shards. May be used by several threads at once.
 
     From a remote store it reads through a cache of this machine. A set that fits into it is fetched in pieces of
     8 MiB, so that each byte comes once and requests are few; of a larger one every sample is fetched by itself.
 
     Args:
-        store: Where it lies.
-        plan: The extraction that made it.
+        store: Where they lie.
+        directory: The stage's folder.
+        format: How they are stored.
+        hidden_size: H.
+        entries: The samples, in the order of :attr:`sample_ids`.
         cache_bytes: Most bytes that the cache of this machine holds.
 
     Attributes:
         layer_ids: What the second dimension of a sample stands for: auxiliary layers, then the last layer.
         hidden_size: H.
-        sample_ids: All samples, in the index's order.
+        sample_ids: All samples.
+        parallel_reads: How many threads may usefully read at once.
         fetched_bytes: Bytes that came from the store so far.
         requests: Requests to the store so far.
-
-    Raises:
-        MissingStageError: The extraction has not finished.
-        StoreError: The index is not the one that the manifest describes.
     """
 
-    def __init__(self, store: Store, plan: StagePlan, cache_bytes: int = 32 << 30) -> None:
-        self._store, self._plan = store, plan
+    def __init__(
+        self,
+        store: Store,
+        directory: str,
+        format: StateFormat,
+        hidden_size: int,
+        entries: Sequence[IndexEntry],
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self._store, self._directory, self._format = store, directory, format
+        self._index = {entry.sample_id: entry for entry in entries}
+        self.layer_ids, self.hidden_size = list(format.layer_ids), hidden_size
+        self.sample_ids = list(self._index)
+        self.parallel_reads = 4 if store.is_local else 8
+        self.fetched_bytes = self.requests = 0
+        self._cache: RangeCache | None = None
+        if not store.is_local:
+            self._cache = RangeCache(store.cache_dir / directory, cache_bytes)
+        fits = sum(entry.size for entry in entries) <= cache_bytes
+        self._pieces = self._cut(_PIECE_BYTES if self._cache is not None and fits else 0)
+
+    @classmethod
+    def open(cls, store: Store, plan: StagePlan, cache_bytes: int = DEFAULT_CACHE_BYTES) -> HiddenStateReader:
+        """The reader of a finished extraction.
+
+        Raises:
+            MissingStageError: The extraction has not finished.
+            StoreError: The index is not the one that the manifest describes.
+        """
         manifest = plan.require(store, "speculators generate-offline-data")
         data = store.read_bytes(plan.path(INDEX_FILE))
         if hashlib.sha256(data).hexdigest() != manifest.outputs[INDEX_FILE]["sha256"]:
@@ -69,17 +97,16 @@ class HiddenStateReader:
                 f" {store.url_of(plan.directory)} to have it made anew."
             )
         rows = pd.read_parquet(io.BytesIO(data)).to_dict("records")
-        self._index = {str(row["sample_id"]): IndexEntry(**{str(key): row[key] for key in row}) for row in rows}
-        self._format = StateFormat.from_json(plan.determinants["states"])
-        self.layer_ids = list(self._format.layer_ids)
-        self.hidden_size = int(manifest.figures["hidden_size"])
-        self.sample_ids: list[str] = list(self._index)
-        self.fetched_bytes = self.requests = 0
-        self._cache: RangeCache | None = None
-        if not store.is_local:
-            self._cache = RangeCache(store.cache_dir / "hidden_states" / plan.fingerprint, cache_bytes)
-        fits = sum(entry.size for entry in self._index.values()) <= cache_bytes
-        self._pieces = self._cut(_PIECE_BYTES if self._cache is not None and fits else 0)
+        entries = [IndexEntry(**{str(key): row[key] for key in row}) for row in rows]
+        states = StateFormat.from_json(plan.determinants["states"])
+        return cls(store, plan.directory, states, int(manifest.figures["hidden_size"]), entries, cache_bytes)
+
+    def has(self, sample_id: str) -> bool:
+        """Whether there is such a sample."""
+        return sample_id in self._index
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def read(self, sample_id: str) -> Tensor:
         """Hidden states of a sample of n tokens.
@@ -101,12 +128,12 @@ class HiddenStateReader:
             if self._cache is not None:
                 self._cache.forget(piece.name)
         else:
-            path = self._plan.path(entry.shard)
+            path = f"{self._directory}/{entry.shard}"
             raise StoreError(
                 f"{self._store.url_of(path)} is damaged: the checksum of sample {sample_id} is wrong. Delete"
-                f" {self._store.url_of(self._plan.directory)} to have it extracted anew."
+                f" {self._store.url_of(self._directory)} to have it extracted anew."
             )
-        return self._format.unpack(data, entry.rows, entry.last_from, self.hidden_size)
+        return self._format.decode(self._format.unpack(data, entry.rows, entry.last_from, self.hidden_size))
 
     def check_tokens(self, sample_id: str, token_ids: Sequence[int]) -> None:
         """Check that a sample's hidden states are of these tokens.
@@ -118,7 +145,7 @@ class HiddenStateReader:
         rows = token_ids[:-1]
         if entry.rows != len(rows) or entry.token_crc32 != token_checksum(rows):
             raise StoreError(
-                f"{self._store.url_of(self._plan.directory)}: the hidden states of sample {sample_id} are of other"
+                f"{self._store.url_of(self._directory)}: the hidden states of sample {sample_id} are of other"
                 " tokens than the dataset's."
             )
 
@@ -148,7 +175,7 @@ class HiddenStateReader:
         def fetch() -> bytes:
             self.requests += 1
             self.fetched_bytes += piece.end - piece.start
-            return self._store.read_range(self._plan.path(piece.shard), piece.start, piece.end)
+            return self._store.read_range(f"{self._directory}/{piece.shard}", piece.start, piece.end)
 
         if self._cache is None:
             return fetch()
@@ -158,4 +185,4 @@ class HiddenStateReader:
         try:
             return self._index[sample_id]
         except KeyError:
-            raise StoreError(f"{self._store.url_of(self._plan.directory)} has no sample {sample_id}.") from None
+            raise StoreError(f"{self._store.url_of(self._directory)} has no sample {sample_id}.") from None

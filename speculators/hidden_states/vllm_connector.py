@@ -77,7 +77,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     the first row whose last layer is saved; without it, the row that predicts the first generated token.
 
     Its ``kv_connector_extra_config``: ``store_url``, ``directory``, ``states`` (a :class:`StateFormat`),
-    ``shard_bytes``, ``idle_flush_s``. The store's credentials come from the environment.
+    ``shard_bytes``, ``idle_flush_s``, ``one_file_each``. The store's credentials come from the environment.
 
     Raises:
         ValueError: The hidden states have no cache group of their own.
@@ -177,6 +177,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._format,
             int(extra("shard_bytes", 256 << 20)),
             float(extra("idle_flush_s", 2.0)),
+            bool(extra("one_file_each", False)),
             on_failure=_end_process,
         )
 

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from torch import Tensor
+
 from speculators.errors import StoreError
 from speculators.hidden_states.format import (
     ERRORS,
@@ -45,6 +47,8 @@ class ShardWriter:
         format: How samples are stored.
         shard_bytes: Target size of a shard.
         idle_flush_s: A shard that is not full is written after so many seconds without a new sample.
+        one_file_each: Write each sample at once into ``<directory>/<sample id>.safetensors``, which describes itself,
+            instead of into shards with sidecars.
         patience_s: How long a store that does not answer, or asks to slow down, is tried again.
         on_failure: Called once, in a writing thread, when the store cannot be written.
     """
@@ -56,12 +60,13 @@ class ShardWriter:
         format: StateFormat,
         shard_bytes: int,
         idle_flush_s: float = 2.0,
+        one_file_each: bool = False,
         patience_s: float = 600.0,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._store, self._directory, self._format = store, directory, format
         self._shard_bytes, self._idle_flush_s, self._patience_s = shard_bytes, idle_flush_s, patience_s
-        self._on_failure = on_failure
+        self._one_file_each, self._on_failure = one_file_each, on_failure
         self._name = f"{time.time_ns():x}-{uuid.uuid4().hex[:8]}"
         self._number = 0
         self._waiting: deque[tuple[str, EncodedStates, int]] = deque()
@@ -170,14 +175,14 @@ class ShardWriter:
                 if self._error is not None:
                     return None
                 idle = time.monotonic() - self._last_added >= self._idle_flush_s
-                full = self._waiting_bytes >= self._shard_bytes
+                full = self._waiting_bytes >= self._shard_bytes or self._one_file_each
                 if self._waiting and (full or idle or self._closing.is_set()):
                     break
                 if self._closing.is_set():
                     return None
                 self._changed.wait(timeout=self._idle_flush_s / 4)
             batch, size = [], 0
-            while self._waiting and size < self._shard_bytes:
+            while self._waiting and size < (1 if self._one_file_each else self._shard_bytes):
                 batch.append(self._waiting.popleft())
                 size += batch[-1][1].nbytes
             self._waiting_bytes -= size
@@ -186,32 +191,43 @@ class ShardWriter:
 
     def _write(self, number: int, batch: list[tuple[str, EncodedStates, int]]) -> None:
         packed = [self._format.pack(states) for _, states, _ in batch]
+        pieces: list[bytes | memoryview] = [tensor_bytes(t) for tensors in packed for t in tensors.values()]
+        if self._one_file_each:
+            [entry] = self._entries(batch, packed, 0)
+            header = shard_header(packed, entry)
+            self._until_done(lambda: self._put(f"{entry.sample_id}.safetensors", [header, *pieces]))
+            return
         header = shard_header(packed)
-        digest, entries, start = hashlib.sha256(header), [], len(header)
-        for (sample_id, states, token_crc32), tensors in zip(batch, packed, strict=True):
-            crc32, end = 0, start
-            for tensor in tensors.values():
-                raw = tensor_bytes(tensor)
-                digest.update(raw)
-                crc32, end = zlib.crc32(raw, crc32), end + len(raw)
-            entries.append(SampleEntry(sample_id, states.rows, states.last_from, start, end, crc32, token_crc32))
-            start = end
+        pieces.insert(0, header)
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
         name = f"{SHARDS}/{self._name}-{number:05d}"
         sidecar = Sidecar(
             shard=f"{name}.safetensors",
-            bytes=start,
+            bytes=sum(map(len, pieces)),
             sha256=digest.hexdigest(),
             format=self._format,
             hidden_size=batch[0][1].tensors["last"].shape[-1],
-            samples=entries,
+            samples=self._entries(batch, packed, len(header)),
         )
-        pieces: list[bytes | memoryview] = [
-            header,
-            *(tensor_bytes(tensor) for tensors in packed for tensor in tensors.values()),
-        ]
         self._until_done(lambda: self._put(sidecar.shard, pieces))
         text = json.dumps(sidecar.to_json(), indent=1).encode()
         self._until_done(lambda: self._put(f"{name}.json", [text]))
+
+    @staticmethod
+    def _entries(
+        batch: list[tuple[str, EncodedStates, int]], packed: list[dict[str, Tensor]], start: int
+    ) -> list[SampleEntry]:
+        """Where each sample lies when the first one begins at byte ``start``."""
+        entries = []
+        for (sample_id, states, token_crc32), tensors in zip(batch, packed, strict=True):
+            crc32, end = 0, start
+            for raw in map(tensor_bytes, tensors.values()):
+                crc32, end = zlib.crc32(raw, crc32), end + len(raw)
+            entries.append(SampleEntry(sample_id, states.rows, states.last_from, start, end, crc32, token_crc32))
+            start = end
+        return entries
 
     def _put(self, name: str, pieces: list[bytes | memoryview]) -> None:
         """Write a file and see that all of it has arrived."""

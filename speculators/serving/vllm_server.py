@@ -63,6 +63,7 @@ class VllmServer:
         model: Checkpoint folder or hub id; a drafter's folder serves its verifier with the drafter.
         work_dir: Logs go to its ``logs`` folder.
         name: Names the log.
+        address: Host and port to listen on; None for a free port of this machine that only it can reach.
         extra_args: Arguments of this use, before the configuration's own ``extra_args``.
         env: Environment variables of this use.
 
@@ -77,10 +78,11 @@ class VllmServer:
         work_dir: Path,
         *,
         name: str,
+        address: tuple[str, int] | None = None,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._serving, self._model, self.name = serving, str(model), name
+        self._serving, self._model, self.name, self._address = serving, str(model), name, address
         self._arguments = [*extra_args, *serving.extra_args]
         self._env = dict(env or {})
         self.log_file = work_dir / "logs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -90,9 +92,9 @@ class VllmServer:
 
     def __enter__(self) -> VllmServer:
         python = serving_python(self._serving)
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = self._command(python, port)
+        host, port = self._address or ("127.0.0.1", _free_port())
+        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self.command = self._command(python, host, port)
         self._process = ManagedProcess(self.command, name=self.name, log_file=self.log_file, env=self._environment())
         try:
             self._wait_ready()
@@ -118,10 +120,10 @@ class VllmServer:
         if self._process is None or not self._process.running:
             raise ServingError(f"vLLM ({self.name}) died: {self._cause()}")
 
-    def _command(self, python: Path, port: int) -> list[str]:
+    def _command(self, python: Path, host: str, port: int) -> list[str]:
         serving = self._serving
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
-        command += ["--served-model-name", SERVED_MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--served-model-name", SERVED_MODEL_NAME, "--host", host, "--port", str(port)]
         command += ["--dtype", serving.dtype, "--max-model-len", str(serving.max_model_len)]
         command += ["--max-num-seqs", str(serving.max_num_seqs), "--generation-config", "vllm"]
         command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]

@@ -10,8 +10,9 @@ import hashlib
 import heapq
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 
@@ -19,7 +20,7 @@ import torch
 
 from speculators.data.prepare import Sample
 from speculators.errors import TrainingError
-from speculators.hidden_states.reader import HiddenStateReader
+from speculators.hidden_states.online import StateSource
 from speculators.models.batch import PackedBatch
 
 EpochPlan = list[list[list[str]]]
@@ -27,7 +28,6 @@ EpochPlan = list[list[list[str]]]
 
 _ROW_MULTIPLE = 8
 _PREFETCHED_BATCHES = 3
-_READ_THREADS = 4
 
 
 def plan_epoch(
@@ -192,7 +192,7 @@ class BatchLoader:
         self,
         shares: Sequence[Sequence[str]],
         samples: Mapping[str, Sample],
-        reader: HiddenStateReader,
+        reader: StateSource,
         dtype: torch.dtype,
         pin_memory: bool = False,
     ) -> None:
@@ -221,16 +221,30 @@ class BatchLoader:
             yield item
 
     def _fill(self) -> None:
-        try:
-            with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="state-reader") as pool:
-                for share in self._shares:
-                    if not self._offer(self._load(share, pool)):
-                        return
-        except BaseException as error:
-            self._offer(error)
+        threads = self._reader.parallel_reads
+        with ThreadPoolExecutor(threads, thread_name_prefix="state-reader") as pool:
+            try:
+                for share, reads in self._reading_ahead(pool, threads):
+                    states = {name: read.result() for name, read in zip(share, reads, strict=True)}
+                    if not self._offer(self._packed(share, states)):
+                        break
+            except BaseException as error:
+                self._offer(error)
+            finally:
+                pool.shutdown(cancel_futures=True)
 
-    def _load(self, share: Sequence[str], pool: ThreadPoolExecutor) -> PackedBatch:
-        states = dict(zip(share, pool.map(self._reader.read, share), strict=True))
+    def _reading_ahead(
+        self, pool: ThreadPoolExecutor, samples_ahead: int
+    ) -> Iterator[tuple[Sequence[str], list[Future[torch.Tensor]]]]:
+        """Each share with the reads of its samples, begun as soon as few enough others are under way."""
+        ahead: deque[tuple[Sequence[str], list[Future[torch.Tensor]]]] = deque()
+        for share in self._shares:
+            ahead.append((share, [pool.submit(self._reader.read, name) for name in share]))
+            while sum(len(reads) for _, reads in ahead) > samples_ahead:
+                yield ahead.popleft()
+        yield from ahead
+
+    def _packed(self, share: Sequence[str], states: Mapping[str, torch.Tensor]) -> PackedBatch:
         rows, row_length = pack_rows(share, self._lengths, self._reader.hidden_size)
         shape = (len(self._reader.layer_ids), self._reader.hidden_size)
         batch = pack_batch(rows, row_length, self._samples, states, shape, self._dtype)

@@ -25,6 +25,7 @@ class TrainingJob:
         prepare_plan: Where samples and the draft vocabulary lie.
         extract_plan: Where hidden states lie.
         aux_layer_ids: Layers that feed the drafter.
+        endpoints: vLLM servers that make hidden states while training goes on; none when all have been extracted.
     """
 
     config: RetrainConfig
@@ -34,6 +35,7 @@ class TrainingJob:
     store: Store
     verifier: Verifier
     aux_layer_ids: list[int]
+    endpoints: list[str]
 
     def write(self, path: Path) -> None:
         """Write the job as JSON, for :meth:`read` in the ranks."""
@@ -46,6 +48,7 @@ class TrainingJob:
             "cache_dir": str(self.store.cache_dir),
             "verifier": {**asdict(self.verifier), "path": str(self.verifier.path)},
             "aux_layer_ids": self.aux_layer_ids,
+            "endpoints": self.endpoints,
         }
         write_atomic(path, json.dumps(value, indent=2).encode())
 
@@ -61,6 +64,7 @@ class TrainingJob:
             store=Store(value["store"], cache_dir=value["cache_dir"]),
             verifier=Verifier(**{**value["verifier"], "path": Path(value["verifier"]["path"])}),
             aux_layer_ids=value["aux_layer_ids"],
+            endpoints=value["endpoints"],
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import speculators
 from speculators.config import RetrainConfig
 from speculators.errors import TrainingError
+from speculators.hidden_states.capture import Capture, remove_online_files
 from speculators.manifest import Manifest, StagePlan
 from speculators.processes import ManagedProcess
 from speculators.progress import Progress
@@ -41,6 +42,8 @@ def train(
 ) -> Manifest:
     """Train a drafter under torchrun, or go on where an earlier run was stopped.
 
+    Where hidden states have not been extracted, a vLLM makes them meanwhile (``extract.mode`` online and hybrid).
+
     Args:
         layer_ids: Auxiliary layers that feed the drafter; the extracted states have the last layer after them.
         progress: Shows steps, loss and tokens/s.
@@ -59,11 +62,16 @@ def train(
     if (done := plan.finished(store)) is not None:
         return done
     prepare_plan.require(store, "speculators prepare-data")
-    extract_plan.require(store, "speculators generate-offline-data")
+    if config.extract.mode == "offline":
+        extract_plan.require(store, "speculators generate-offline-data")
     work = Path(config.work_dir).resolve()
     job_file = work / "train" / f"{plan.fingerprint}.json"
-    TrainingJob(config, plan, prepare_plan, extract_plan, store, verifier, layer_ids).write(job_file)
-    figures = _run(config, job_file, work / "logs" / f"train-{plan.fingerprint}.log", progress, on_metrics)
+    with _state_servers(config, extract_plan, store, verifier) as endpoints:
+        TrainingJob(config, plan, prepare_plan, extract_plan, store, verifier, layer_ids, endpoints).write(job_file)
+        try:
+            figures = _run(config, job_file, work / "logs" / f"train-{plan.fingerprint}.log", progress, on_metrics)
+        finally:
+            remove_online_files(store, extract_plan, owner=plan.fingerprint)
     outputs: dict[str, str | None] = {
         path.removeprefix(f"{plan.directory}/"): None
         for folder in ("best", "last", "metrics.jsonl")
@@ -72,6 +80,20 @@ def train(
     manifest = plan.complete(store, outputs, figures)
     store.delete(plan.path(STATE_FOLDER))
     return manifest
+
+
+@contextlib.contextmanager
+def _state_servers(
+    config: RetrainConfig, extract_plan: StagePlan, store: Store, verifier: Verifier
+) -> Iterator[list[str]]:
+    """URLs of the servers that make hidden states; none when the store has all of them."""
+    if extract_plan.finished(store) is not None:
+        yield []
+    elif config.extract.endpoints:
+        yield config.extract.endpoints
+    else:
+        with Capture(config, extract_plan, store, verifier).server("vllm-online", online=True) as server:
+            yield [server.url]
 
 
 def _run(

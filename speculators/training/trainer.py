@@ -20,6 +20,7 @@ from speculators.config import TrainConfig
 from speculators.data.prepare import load_samples, load_vocab_mapping
 from speculators.data.vocabulary import VocabMapping
 from speculators.errors import CheckpointError, TrainingError
+from speculators.hidden_states.online import HybridStates, OnlineStates, StateSource
 from speculators.hidden_states.reader import HiddenStateReader
 from speculators.models.batch import PackedBatch
 from speculators.models.drafter import Drafter, DraftSetting
@@ -68,6 +69,8 @@ class Trainer:
         while self.standing.epoch < self.config.epochs:
             self._train_epoch()
             self._finish_epoch()
+            self._keep_states()
+        self.reader.close()
         if self.is_first:
             emit("finished", figures=self._final_figures())
 
@@ -77,7 +80,7 @@ class Trainer:
         job = self.job
         self.samples = {s.sample_id: s for s in load_samples(job.store, job.prepare_plan, ["train", "validation"])}
         self.vocab_mapping = load_vocab_mapping(job.store, job.prepare_plan)
-        self.reader = HiddenStateReader(job.store, job.extract_plan, int(self.config.cache_gib * 2**30))
+        self.reader = self._state_source()
         expected = [*job.aux_layer_ids, job.verifier.num_layers]
         if list(self.reader.layer_ids) != expected:
             raise TrainingError(
@@ -86,6 +89,17 @@ class Trainer:
             )
         for sample in self.samples.values():
             self.reader.check_tokens(sample.sample_id, sample.token_ids.tolist())
+
+    def _state_source(self) -> StateSource:
+        """The extracted set where it is whole; else states that vLLM makes now, kept or not."""
+        job = self.job
+        finished = job.extract_plan.finished(job.store) is not None
+        if finished or not job.endpoints:
+            return HiddenStateReader.open(job.store, job.extract_plan, int(self.config.cache_gib * 2**30))
+        source = (job.config, job.extract_plan, job.store, job.verifier)
+        in_flight = -(-job.config.extract.concurrency // self.ranks)
+        online = OnlineStates(*source, job.endpoints, self.samples, job.plan.fingerprint, in_flight)
+        return HybridStates(online, *source, self.samples) if job.config.extract.mode == "hybrid" else online
 
     def _plan_steps(self) -> None:
         lengths: dict[str, dict[str, int]] = {"train": {}, "validation": {}}
@@ -247,6 +261,18 @@ class Trainer:
         self.standing.epoch += 1
         self.standing.position = 0
         self._save_state()
+
+    def _keep_states(self) -> None:
+        """After the first epoch of the hybrid mode every sample has been read: from now on all come from the store."""
+        if not isinstance(self.reader, HybridStates):
+            return
+        self.reader.flush()
+        dist.barrier()
+        if self.is_first:
+            self.reader.finish()
+        dist.barrier()
+        self.reader.close()
+        self.reader = self._state_source()
 
     def _validate(self) -> dict[str, float]:
         """Figures over the whole validation split, the same on every rank."""

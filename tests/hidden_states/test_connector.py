@@ -79,7 +79,7 @@ def test_states_are_right_whatever_the_order_and_the_batches(
     plan = make_plan(layers)
     store = Store(config.store)
     module.extract(config, plan, PREPARE, store, verifier, TerminalProgress())
-    reader = HiddenStateReader(store, plan)
+    reader = HiddenStateReader.open(store, plan)
     model = AutoModelForCausalLM.from_pretrained(verifier.path, dtype=torch.float32).eval()
     for sample in samples:
         found = reader.read(sample.sample_id)
@@ -184,6 +184,6 @@ def test_one_pass_leaves_the_batches_that_two_passes_leave(verifier: Verifier, t
 def load_batches(run: stages.Retraining, samples: dict[str, Sample]) -> list[PackedBatch]:
     lengths = {name: len(sample.token_ids) for name, sample in samples.items()}
     shares = [step[0] for step in plan_epoch(lengths, 256, 1, (0, 0))]
-    reader = HiddenStateReader(run.store, run.plan.extract)
+    reader = HiddenStateReader.open(run.store, run.plan.extract)
     with BatchLoader(shares, samples, reader, torch.float32) as loader:
         return list(loader)

@@ -128,7 +128,7 @@ def run(store: Store, plan: StagePlan = PLAN) -> Manifest:
 
 
 def check_whole(store: Store, samples: list[Sample]) -> None:
-    reader = HiddenStateReader(store, PLAN)
+    reader = HiddenStateReader.open(store, PLAN)
     assert reader.sample_ids == [sample.sample_id for sample in samples]
     for sample in samples:
         assert torch.equal(reader.read(sample.sample_id), states_of(sample))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 def test_extracted_states_are_those_of_transformers(small_retraining: stages.Retraining) -> None:
     """Every layer of samples of all lengths, in float32; multi-turn samples share long prefixes."""
     run = small_retraining
-    reader = HiddenStateReader(run.store, run.plan.extract)
+    reader = HiddenStateReader.open(run.store, run.plan.extract)
     samples = load_samples(run.store, run.plan.prepare, ["train", "validation"])
     assert set(reader.sample_ids) == {sample.sample_id for sample in samples}
     by_length = sorted(samples, key=lambda sample: len(sample.token_ids))
@@ -52,7 +52,7 @@ def test_the_last_state_predicts_what_vllm_generated(small_retraining: stages.Re
     from speculators.models.verifier_head import VerifierHead
 
     run = small_retraining
-    reader = HiddenStateReader(run.store, run.plan.extract)
+    reader = HiddenStateReader.open(run.store, run.plan.extract)
     head = VerifierHead.load(run.verifier, None)
     right = total = 0
     for sample in load_samples(run.store, run.plan.prepare, ["validation"]):

@@ -78,7 +78,7 @@ def number_of(sample_id: str) -> int:
 
 def check_entry(store: Store, stage: StagePlan, sidecar: Sidecar, entry: SampleEntry) -> None:
     raw = store.read_range(stage.path(sidecar.shard), entry.byte_start, entry.byte_end)
-    found = sidecar.format.unpack(raw, entry.rows, entry.last_from, HIDDEN)
+    found = sidecar.format.decode(sidecar.format.unpack(raw, entry.rows, entry.last_from, HIDDEN))
     assert torch.equal(found, kept(number_of(entry.sample_id)))
 
 
@@ -126,7 +126,7 @@ def test_round_trip(
     stage = plan(dtype, compression, last_dtype)
     write(any_store, stage, range(30), shard_bytes=700)
     finish(any_store, stage)
-    reader = HiddenStateReader(any_store, stage)
+    reader = HiddenStateReader.open(any_store, stage)
     assert len(sidecars(any_store, stage)) > 3
     assert sorted(reader.sample_ids) == sorted(sample(n)[0] for n in range(30))
     assert reader.layer_ids == LAYERS
@@ -171,7 +171,7 @@ def test_states_that_float8_has_trouble_with(compression: str) -> None:
     states[5, 0] = -(2.0**100)
     format = StateFormat((1, 2), "float8_e4m3", "float8_e4m3", compression)  # type: ignore[arg-type]
     packed = b"".join(bytes(tensor_bytes(t)) for t in format.pack(format.encode(states, 0)).values())
-    found = format.unpack(packed, 6, 0, 16)
+    found = format.decode(format.unpack(packed, 6, 0, 16))
     assert torch.equal(found[0], states[0])
     assert torch.allclose(found[[1, 2, 5]], states[[1, 2, 5]], rtol=2**-4, atol=1e-32)
     assert not found[3, 0].isfinite().all()
@@ -182,7 +182,7 @@ def test_other_tokens_and_unknown_samples_are_errors(store: Store) -> None:
     stage = plan("float32")
     write(store, stage, range(3))
     finish(store, stage)
-    reader = HiddenStateReader(store, stage)
+    reader = HiddenStateReader.open(store, stage)
     with pytest.raises(StoreError, match=r"prompt-1/0 are of other tokens"):
         reader.check_tokens("prompt-1/0", [9, 9, 9, 9])
     with pytest.raises(StoreError, match="no sample nobody"):
@@ -193,14 +193,14 @@ def test_unfinished_sets_are_refused(store: Store) -> None:
     stage = plan("float32")
     write(store, stage, range(3))
     with pytest.raises(MissingStageError, match="generate-offline-data"):
-        HiddenStateReader(store, stage)
+        HiddenStateReader.open(store, stage)
 
 
 def test_every_flipped_byte_is_found(store: Store) -> None:
     stage = plan("bfloat16")
     write(store, stage, range(8))
     finish(store, stage)
-    reader = HiddenStateReader(store, stage)
+    reader = HiddenStateReader.open(store, stage)
     chance = random.Random(0)
     for sidecar in sidecars(store, stage):
         path = stage.path(sidecar.shard)
@@ -225,7 +225,7 @@ def test_a_changed_index_is_refused(store: Store) -> None:
     finish(store, stage)
     store.write_bytes(stage.path(INDEX_FILE), store.read_bytes(stage.path(INDEX_FILE)) + b" ")
     with pytest.raises(StoreError, match="not the file that its manifest describes"):
-        HiddenStateReader(store, stage)
+        HiddenStateReader.open(store, stage)
 
 
 class SlowStore(Store):

@@ -50,7 +50,7 @@ def write(store: Store, stage: StagePlan, shard_bytes: int = 1500) -> None:
 
 def check_all(store: Store, stage: StagePlan) -> None:
     """Every sample is read as it was written."""
-    reader = HiddenStateReader(store, stage)
+    reader = HiddenStateReader.open(store, stage)
     assert sorted(map(number_of, reader.sample_ids)) == list(range(COUNT))
     for sample_id in reader.sample_ids:
         assert torch.equal(reader.read(sample_id), kept(number_of(sample_id)))

@@ -81,7 +81,7 @@ def only_rank() -> Iterator[None]:
 def make_trainer(training: SyntheticTraining, layers: list[int] = AUX_LAYERS) -> Trainer:
     """The training's trainer in this process, for :func:`only_rank`."""
     plans = training.plan(), training.prepare_plan, training.extract_plan
-    job = TrainingJob(training.config, *plans, training.store, training.verifier, layers)
+    job = TrainingJob(training.config, *plans, training.store, training.verifier, layers, [])
     return Trainer(job, torch.device("cpu"))
 
 

@@ -33,7 +33,7 @@ def final_weights(training: SyntheticTraining, name: str = "last") -> bytes:
 def test_a_job_survives_its_file(tmp_path: Path, store: Store) -> None:
     training = make_training(tmp_path, store, train_samples=2, validation_samples=1)
     plans = training.plan(), training.prepare_plan, training.extract_plan
-    job = TrainingJob(training.config, *plans, store, training.verifier, AUX_LAYERS)
+    job = TrainingJob(training.config, *plans, store, training.verifier, AUX_LAYERS, [])
     job.write(tmp_path / "job.json")
     read = TrainingJob.read(tmp_path / "job.json")
     assert (read.config, read.verifier, read.aux_layer_ids) == (job.config, job.verifier, job.aux_layer_ids)
