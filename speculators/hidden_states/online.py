@@ -37,11 +37,15 @@ class StateSource(Protocol):
         layer_ids: Auxiliary layers, then the last layer.
         hidden_size: H.
         parallel_reads: How many threads may usefully read at once.
+        read_bytes: Stored bytes of all samples read so far.
     """
 
     layer_ids: list[int]
     hidden_size: int
     parallel_reads: int
+
+    @property
+    def read_bytes(self) -> int: ...
 
     def read(self, sample_id: str) -> Tensor:
         """float32 [n - 1, n_layers, H], as :meth:`HiddenStateReader.read` gives them."""
@@ -84,7 +88,7 @@ class OnlineStates:
         self._directory, self._owner = online_directory(plan), owner
         self.format = StateFormat.from_json(plan.determinants["states"])
         self.layer_ids, self.hidden_size = list(self.format.layer_ids), verifier.hidden_size
-        self.parallel_reads = parallel_reads
+        self.parallel_reads, self.read_bytes = parallel_reads, 0
         section = config.regenerate
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="online-states", daemon=True)
@@ -124,6 +128,7 @@ class OnlineStates:
             finally:
                 self._store.delete(path)
             self._check(entry.token_crc32, states.rows, sample_id)
+            self.read_bytes += entry.size
             return states
         raise StoreError(
             f"vLLM answered, but the hidden states of {sample_id} did not come through {self._store.url} in {_TRIES}"
@@ -193,6 +198,11 @@ class HybridStates:
         self.parallel_reads = online.parallel_reads
         self._kept = read_shards(config, plan, store, verifier, list(samples.values()))
         self._writer = ShardWriter(store, plan.directory, online.format, config.extract.shard_mib << 20)
+
+    @property
+    def read_bytes(self) -> int:
+        """See :class:`StateSource`."""
+        return self._kept.read_bytes + self._online.read_bytes
 
     def read(self, sample_id: str) -> Tensor:
         """See :class:`StateSource`; raises as :meth:`OnlineStates.read`."""

@@ -56,6 +56,7 @@ class HiddenStateReader:
         hidden_size: H.
         sample_ids: All samples.
         parallel_reads: How many threads may usefully read at once.
+        read_bytes: Stored bytes of all samples read so far.
         fetched_bytes: Bytes that came from the store so far.
         requests: Requests to the store so far.
     """
@@ -74,7 +75,7 @@ class HiddenStateReader:
         self.layer_ids, self.hidden_size = list(format.layer_ids), hidden_size
         self.sample_ids = list(self._index)
         self.parallel_reads = 4 if store.is_local else 8
-        self.fetched_bytes = self.requests = 0
+        self.read_bytes = self.fetched_bytes = self.requests = 0
         self._cache: RangeCache | None = None
         if not store.is_local:
             self._cache = RangeCache(store.cache_dir / directory, cache_bytes)
@@ -133,6 +134,7 @@ class HiddenStateReader:
                 f"{self._store.url_of(path)} is damaged: the checksum of sample {sample_id} is wrong. Delete"
                 f" {self._store.url_of(self._directory)} to have it extracted anew."
             )
+        self.read_bytes += entry.size
         return self._format.decode(self._format.unpack(data, entry.rows, entry.last_from, self.hidden_size))
 
     def check_tokens(self, sample_id: str, token_ids: Sequence[int]) -> None:

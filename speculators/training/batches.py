@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,6 +187,9 @@ class BatchLoader:
         reader: Where the hidden states come from.
         dtype: Of the hidden states in the batches.
         pin_memory: Put hidden states into page-locked memory, for asynchronous copies to a GPU.
+
+    Attributes:
+        waited_s: Seconds for which the next batch was not ready when it was asked for.
     """
 
     def __init__(
@@ -200,6 +204,7 @@ class BatchLoader:
         self._dtype, self._pin_memory = dtype, pin_memory
         self._lengths = {s: len(samples[s].token_ids) for share in shares for s in share}
         self._ready: queue.Queue[PackedBatch | BaseException] = queue.Queue(_PREFETCHED_BATCHES)
+        self.waited_s = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="batch-loader", daemon=True)
 
@@ -215,7 +220,9 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for _ in self._shares:
+            asked = time.monotonic()
             item = self._ready.get()
+            self.waited_s += time.monotonic() - asked
             if isinstance(item, BaseException):
                 raise item
             yield item

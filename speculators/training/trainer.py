@@ -60,7 +60,6 @@ class Trainer:
         self._plan_steps()
         self._build_model()
         self.window = StepSums(self.steps)
-        self.window_tokens, self.window_started = 0, time.monotonic()
         self.grad_norm = 0.0
 
     def run(self) -> None:
@@ -190,8 +189,8 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         plan = self.plans[self.standing.epoch][self.standing.position :]
-        self.window_tokens, self.window_started = 0, time.monotonic()
         with self._loader([step[self.rank] for step in plan]) as batches:
+            self._begin_window(batches)
             for step, batch in zip(plan, batches, strict=True):
                 started = time.monotonic()
                 self.grad_norm = self._train_step(batch, step[self.rank])
@@ -205,6 +204,7 @@ class Trainer:
                     break  # _finish_epoch reports and saves
                 if self.standing.step % RECORD_EVERY_STEPS == 0:
                     self._report(self._window_figures())
+                    self._begin_window(batches)
                 if self.standing.step % self.config.checkpoint_every_steps == 0:
                     self._save_state()
 
@@ -231,19 +231,26 @@ class Trainer:
         self.optimizer.step()
         return grad_norm
 
+    def _begin_window(self, batches: BatchLoader) -> None:
+        """Start the clock of the next record; the sums of one that a resumed run had begun stay."""
+        self.window_tokens, self.window_started = 0, time.monotonic()
+        self.window_batches = batches
+        self.window_waited, self.window_read = batches.waited_s, self.reader.read_bytes
+
     def _window_figures(self) -> dict[str, Any]:
-        """Means over the steps since the last record; a new window begins."""
-        now = time.monotonic()
+        """Means over the steps since the last record, and how this rank got its hidden states."""
+        seconds = time.monotonic() - self.window_started
         figures = {
             "step": self.standing.step,
             "epoch": self.standing.epoch,
             **self.window.figures(self.weights),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_s": self.window_tokens / (now - self.window_started),
+            "tokens_per_s": self.window_tokens / seconds,
             "grad_norm": self.grad_norm,
+            "states_mb_per_s": (self.reader.read_bytes - self.window_read) / seconds / 1e6,
+            "waiting_for_states": (self.window_batches.waited_s - self.window_waited) / seconds,
         }
         self.window.clear()
-        self.window_tokens, self.window_started = 0, now
         return figures
 
     # --- the end of an epoch -------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import s3fs
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +30,7 @@ from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
 from speculators.training.batches import BatchLoader, plan_epoch
 from speculators.verifier import Verifier
+from tests.faulty_s3 import FaultyS3
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +43,8 @@ def make_plan(layers: tuple[int, ...]) -> StagePlan:
 
 
 def make_config(folder: Path) -> RetrainConfig:
-    """vLLM computes at most 64 tokens a step, so most prompts come in pieces and are mixed with others' pieces."""
+    """vLLM computes at most 64 tokens a step, so most prompts come in pieces and are mixed with others' pieces; blocks
+    are small, so that prefixes are found in its cache."""
     return RetrainConfig.model_validate(
         {
             "store": str(folder / "store"),
@@ -49,7 +53,7 @@ def make_config(folder: Path) -> RetrainConfig:
                 "max_model_len": MAX_MODEL_LEN,
                 "max_num_seqs": 8,
                 "cpu_kv_cache_gib": 1,
-                "extra_args": ["--max-num-batched-tokens", "64"],
+                "extra_args": ["--max-num-batched-tokens", "64", "--block-size", "32"],
             },
             "prepare": {"max_length": MAX_MODEL_LEN - 1},
             "extract": {"dtype": "float32", "shard_mib": 2, "concurrency": 6},
@@ -118,6 +122,7 @@ def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends
         for _ in range(2):
             answer = ask(server, kv_transfer_params={"sample_id": wanted.sample_id}, request_id="the-same")
             assert answer.status_code == 200
+        assert prefix_cache_hits(server) > 0
         time.sleep(5)
         paths = [path for path in store.list(plan.path(SHARDS)) if path.endswith(".json")]
         entries = [entry for path in paths for entry in Sidecar.from_json(store.read_json(path)).samples]
@@ -130,6 +135,51 @@ def test_only_complete_requests_with_a_sample_are_saved_and_a_failing_store_ends
     with pytest.raises(StoreError, match=SHARDS):
         module.extract(config, plan, PREPARE, store, verifier, TerminalProgress())
     assert plan.finished(store) is None
+
+
+def prefix_cache_hits(server: VllmServer) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_a_slow_store_holds_vllm_back(
+    verifier: Verifier, tmp_path: Path, s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store takes less than vLLM makes, and vLLM's cache holds a few samples: all arrive, in the store's own time.
+
+    Meanwhile requests wait in vLLM, which neither dies nor throws out any that runs."""
+    samples = make_samples(verifier.vocab_size)
+    base = make_config(tmp_path)
+    config = base.model_validate(
+        {
+            **base.model_dump(),
+            "store": f"s3://{s3_bucket}/slow",
+            "serving": {
+                **base.serving.model_dump(),
+                "extra_args": [*base.serving.extra_args, "--num-gpu-blocks-override", "40"],
+            },
+            "extract": {**base.extract.model_dump(), "shard_mib": 1, "concurrency": 17},
+        }
+    )
+    plan = make_plan((2, 12, verifier.num_layers))
+    monkeypatch.setattr(module, "load_samples", lambda *args: samples)
+    with FaultyS3(s3_endpoint) as proxy:
+        proxy.bytes_per_s = 400_000
+        proxy.inject("throttle", methods={"PUT"}, match=f"/{SHARDS}/")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        store = Store(config.store, cache_dir=tmp_path / "cache")
+        manifest = module.extract(config, plan, PREPARE, store, verifier, TerminalProgress())
+        proxy.clear()
+        # Two shards are on their way at a time, each at 400 kB/s.
+        assert manifest.figures["bytes"] / manifest.seconds < 900_000
+        reader = HiddenStateReader.open(store, plan)
+        for sample in samples:
+            reader.check_tokens(sample.sample_id, sample.token_ids.tolist())
+            assert reader.read(sample.sample_id).isfinite().all()
+    [log] = (tmp_path / "logs").glob("vllm-extract-*.log")
+    waiting = [int(number) for number in re.findall(r"Waiting: (\d+) reqs", log.read_text(errors="replace"))]
+    assert max(waiting, default=0) > 0, "vLLM was never held back"
 
 
 def test_one_pass_leaves_the_batches_that_two_passes_leave(verifier: Verifier, tmp_path: Path) -> None:

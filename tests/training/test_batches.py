@@ -42,6 +42,7 @@ class FakeReader:
     layer_ids = tuple(range(LAYERS))
     hidden_size = HIDDEN
     parallel_reads = 4
+    read_bytes = 0
 
     def __init__(self, lengths: dict[str, int], broken: str | None = None) -> None:
         self.lengths, self.broken = lengths, broken
