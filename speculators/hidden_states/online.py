@@ -25,7 +25,7 @@ from speculators.store import Store
 from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
-_ARRIVAL_S = 120.0
+_ARRIVAL_S = 60.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.005, 0.5
 _TRIES = 3
 

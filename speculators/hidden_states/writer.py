@@ -195,7 +195,9 @@ class ShardWriter:
         if self._one_file_each:
             [entry] = self._entries(batch, packed, 0)
             header = shard_header(packed, entry)
-            self._until_done(lambda: self._put(f"{entry.sample_id}.safetensors", [header, *pieces]))
+            path = f"{self._directory}/{entry.sample_id}.safetensors"
+            # Whoever waits for it checks it, and has perhaps removed it already when this returns.
+            self._until_done(lambda: self._store.write_pieces(path, [header, *pieces]))
             return
         header = shard_header(packed)
         pieces.insert(0, header)
