@@ -13,7 +13,7 @@ from prefect import flow
 
 from speculators.config import RetrainConfig, load_config
 from speculators.errors import PipelineError
-from speculators.stages import stage_plans
+from speculators.stages import finished_stages
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.extract import extract
@@ -22,6 +22,7 @@ from tasks.prepare import prepare
 from tasks.promote import promote
 from tasks.regenerate import regenerate
 from tasks.report import report
+from tasks.retention import apply_retention
 from tasks.setup import set_up
 from tasks.tracking import parent_run
 from tasks.train import train
@@ -29,7 +30,9 @@ from tasks.train import train
 
 @flow(name="retrain", persist_result=False, validate_parameters=True)
 def retrain(config: RetrainConfig | None = None) -> str:
-    """Regenerate, prepare, extract, train, export, evaluate, promote. Finished stages are skipped.
+    """Regenerate, prepare, extract, train, export, evaluate, promote; delete hidden states that are not to be kept.
+
+    Finished stages are skipped.
 
     Args:
         config: The whole configuration; its defaults retrain an EAGLE-3 drafter for SmolLM2-135M on a CPU.
@@ -40,14 +43,16 @@ def retrain(config: RetrainConfig | None = None) -> str:
     quiet_pipeline_errors()
     config = config or RetrainConfig()
     run = set_up(config)
-    skipped = {plan.stage.value for plan in stage_plans(run) if plan.finished(run.store)}
+    skipped = {stage.value for stage in finished_stages(run)}
     with parent_run(config) as tracker:
         manifests = [regenerate(run, tracker), prepare(run, tracker)]
         if config.extract.mode == "offline":
             manifests.append(extract(run, tracker))
         manifests += [train(run, tracker), export(run, tracker), evaluate(run, tracker)]
         promotion = promote(run, tracker, manifests[-1])
-        return report(run, tracker, manifests, promotion, skipped)
+        summary = report(run, tracker, manifests, promotion, skipped)
+    apply_retention(run.store, config.retention, trained=run.plan.extract.directory)
+    return summary
 
 
 def main() -> None:

@@ -125,8 +125,9 @@ def evaluate(config: ConfigOption = None, override: SetOption = None) -> None:
 def plan(config: ConfigOption = None, override: SetOption = None) -> None:
     """Show each stage's place in the store and whether it is finished. Runs nothing."""
     run = _open(config, override)
+    done = stages.finished_stages(run)
     for stage in stages.stage_plans(run):
-        state = "finished" if stage.finished(run.store) else "to do"
+        state = "finished" if stage.stage in done else "to do"
         typer.echo(f"{stage.stage.value:<12}{state:<10}{run.store.url_of(stage.directory)}")
 
 

@@ -120,6 +120,10 @@ class ExtractConfig(Section):
     )
     shard_mib: int = Field(256, ge=1, description="Target size of a shard in MiB.")
     concurrency: int = Field(16, ge=1, description="Requests in flight, over all processes.")
+    backend: Literal["vllm", "transformers"] = Field(
+        "vllm",
+        description="What runs the verifier; transformers, in this process, for one whose states vLLM cannot give.",
+    )
     mode: Literal["offline", "online", "hybrid"] = Field(
         "offline",
         description="offline: extract all, then train. online: train while vLLM makes the states, which are dropped"
@@ -231,6 +235,20 @@ class EvaluateConfig(Section):
     )
 
 
+class RetentionConfig(Section):
+    """How long hidden states stay in the store. Those that a running job uses are never deleted."""
+
+    after_training: Literal["keep", "delete"] = Field(
+        "keep", description="What becomes of the hidden states that this run trained on."
+    )
+    max_age_days: float | None = Field(
+        None, ge=0, description="Sets in the store that were not used for longer are deleted. Empty: no limit."
+    )
+    max_total_gib: float | None = Field(
+        None, ge=0, description="The least recently used sets are deleted until all take no more. Empty: no limit."
+    )
+
+
 class TrackingConfig(Section):
     """MLflow: runs, artifacts, registry."""
 
@@ -257,7 +275,14 @@ class RetrainConfig(Section):
     extract: ExtractConfig = ExtractConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    retention: RetentionConfig = RetentionConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _modes_fit(self) -> RetrainConfig:
+        if self.extract.backend == "transformers" and self.extract.mode != "offline":
+            raise ValueError(f"extract.mode {self.extract.mode} needs extract.backend: vllm")
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> RetrainConfig:

@@ -58,6 +58,8 @@ def plan_retraining(config: RetrainConfig, verifier: Verifier) -> RetrainPlan:
             "states": state_format(config, verifier).to_json(),
             "serving_dtype": config.serving.dtype,
             "shard_mib": config.extract.shard_mib,
+            # Where vLLM's states are wrong, transformers' must not be mixed with them.
+            "backend": config.extract.backend,
         },
     )
     train = StagePlan(

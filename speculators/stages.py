@@ -28,7 +28,8 @@ from speculators.errors import ConfigError, ServingError
 from speculators.evaluation.evaluate import evaluate
 from speculators.hidden_states.capture import Capture
 from speculators.hidden_states.extract import extract
-from speculators.manifest import Manifest, StagePlan
+from speculators.hidden_states.retention import lease, retired
+from speculators.manifest import Manifest, Stage, StagePlan
 from speculators.models.drafter import DraftSetting
 from speculators.models.methods import METHODS
 from speculators.plan import RetrainPlan, auxiliary_layer_ids, plan_evaluation, plan_retraining
@@ -136,7 +137,8 @@ def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
     arguments = (config, run.plan.regenerate, run.store, run.verifier)
     if serving.endpoints:
         return regenerate(*arguments, serving.endpoints, progress)
-    one_pass = config.extract.one_pass and config.extract.mode == "offline"
+    section = config.extract
+    one_pass = section.one_pass and section.mode == "offline" and section.backend == "vllm"
     if not one_pass or run.plan.extract.finished(run.store) is not None:
         with VllmServer(serving, run.verifier.path, run.work_dir, name="vllm-regenerate") as server:
             return regenerate(*arguments, [server.url], progress)
@@ -153,7 +155,7 @@ def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
         asked.add(sample_id)
         return {"kv_transfer_params": capture.request(sample_id)}
 
-    with capture.server("vllm-regenerate") as server:
+    with lease(run.store, run.plan.extract), capture.server("vllm-regenerate") as server:
         try:
             manifest = regenerate(*arguments, [server.url], progress, request_fields)
         except ServingError as error:
@@ -170,24 +172,44 @@ def run_prepare(run: Retraining) -> Manifest:
 def run_extract(run: Retraining, progress: Progress) -> Manifest:
     """Hidden states of all training and validation samples, written to the store by vLLM.
 
-    Not for ``extract.mode`` online and hybrid, in which training asks for them.
+    Not for ``extract.mode`` online and hybrid, in which training asks for them. A set that was deleted after a drafter
+    had been trained on it is not made again.
     """
-    return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, progress)
+    if (done := _extracted(run)) is not None:
+        return done
+    with lease(run.store, run.plan.extract):
+        return extract(run.config, run.plan.extract, run.plan.prepare, run.store, run.verifier, progress)
+
+
+def _extracted(run: Retraining) -> Manifest | None:
+    """The extraction's manifest if nothing is to be extracted."""
+    if run.plan.train.finished(run.store) is not None and (was_there := retired(run.store, run.plan.extract)):
+        return was_there
+    return run.plan.extract.finished(run.store)
+
+
+def finished_stages(run: Retraining) -> set[Stage]:
+    """The stages that there is nothing to do for."""
+    done = {plan.stage for plan in stage_plans(run) if plan.finished(run.store) is not None}
+    return done if _extracted(run) is None else done | {Stage.EXTRACT}
 
 
 def run_train(run: Retraining, progress: Progress, on_metrics: Callable[[dict[str, Any]], None]) -> Manifest:
     """Train the drafter under torchrun; every metrics record goes to ``on_metrics`` while it runs."""
-    return train(
-        run.config,
-        run.plan.train,
-        run.plan.prepare,
-        run.plan.extract,
-        run.store,
-        run.verifier,
-        auxiliary_layer_ids(run.config, run.verifier),
-        progress,
-        on_metrics,
-    )
+    if (done := run.plan.train.finished(run.store)) is not None:
+        return done
+    with lease(run.store, run.plan.extract):
+        return train(
+            run.config,
+            run.plan.train,
+            run.plan.prepare,
+            run.plan.extract,
+            run.store,
+            run.verifier,
+            auxiliary_layer_ids(run.config, run.verifier),
+            progress,
+            on_metrics,
+        )
 
 
 def run_export(run: Retraining) -> Manifest:

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,8 @@ def s3_store(cache_dir: Path) -> Iterator[Store]:
     bucket, deadline = store.root.partition("/")[0], time.monotonic() + _SERVER_PATIENCE_S
     while True:
         try:
-            store.fs.mkdir(bucket)
+            with suppress(FileExistsError):
+                store.fs.mkdir(bucket)
             store.fs.pipe_file(f"{bucket}/probe", b"ready")
             break
         except Exception:  # a server that has just started does not answer, or takes no data yet

@@ -11,7 +11,7 @@ from typing import Any
 
 from speculators.config import RetrainConfig
 from speculators.errors import ServingError, StoreError
-from speculators.hidden_states.format import ERRORS, SHARDS, Sidecar, cached_layers
+from speculators.hidden_states.format import ERRORS, SHARDS, Sidecar, StateFormat, cached_layers
 from speculators.hidden_states.vllm_plugin import MIMO_WITH_HIDDEN_STATES
 from speculators.manifest import StagePlan, fingerprint
 from speculators.serving.vllm_server import VllmServer
@@ -100,8 +100,8 @@ class Capture:
             last_from: First row whose last layer is needed; None for the one that predicts the first generated token.
         """
         asked: dict[str, Any] = {"sample_id": sample_id, "max_rows": self._config.prepare.max_length - 1}
-        if len(self._plan.determinants["states"]["layer_ids"]) == 1:
-            last_from = 0  # a head without auxiliary layers reads the last one everywhere
+        if last_from is None and StateFormat.from_json(self._plan.determinants["states"]).needs_last_everywhere:
+            last_from = 0
         return asked if last_from is None else {**asked, "last_from": last_from}
 
     def forget_errors(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import logging
 import time
@@ -25,6 +26,7 @@ from speculators.hidden_states.format import (
     token_checksum,
 )
 from speculators.hidden_states.reader import HiddenStateReader
+from speculators.hidden_states.transformers_extractor import compute_states
 from speculators.manifest import Manifest, StagePlan
 from speculators.progress import Progress
 from speculators.serving.client import VllmClient
@@ -49,12 +51,14 @@ def extract(
     """Hidden states of all training and validation samples.
 
     Samples that are in the store already are not computed again: regeneration has left them there, or an earlier run
-    that was interrupted. For the others it starts vLLM, sends each as a prompt, and waits until all are in the store.
+    that was interrupted. For the others it starts vLLM, sends each as a prompt, and waits until all are in the store;
+    or transformers computes them (``extract.backend``).
 
     Raises:
         MissingStageError: Preparation has not finished.
         StoreError: There is too little space, or the store cannot be written.
         ServingError: vLLM did not start, or died.
+        CheckpointError: transformers cannot run the verifier.
     """
     if (done := plan.finished(store)) is not None:
         return done
@@ -63,7 +67,7 @@ def extract(
     capture.forget_errors()
     _remove_abandoned(store, plan)
     samples = load_samples(store, prepare_plan, ["train", "validation"])
-    states = _States(capture, samples)
+    states = _States(capture, plan, samples)
     states.refresh()
     missing = states.missing()
     seconds = 0.0
@@ -71,10 +75,17 @@ def extract(
         if len(missing) < len(samples):
             logger.info("%d of %d samples are there already.", len(samples) - len(missing), len(samples))
         _check_space(plan, store, verifier, missing)
-        with capture.server("vllm-extract") as server:
+        if config.extract.backend == "transformers":
             started = time.monotonic()
-            asyncio.run(_send_all(config, capture, server, missing, states, progress))
+            needed_from = functools.partial(last_from, states.format)
+            compute_states(verifier, config, plan, store, missing, needed_from, progress)
+            states.refresh()
             seconds = time.monotonic() - started
+        else:
+            with capture.server("vllm-extract") as server:
+                started = time.monotonic()
+                asyncio.run(_send_all(config, capture, server, missing, states, progress))
+                seconds = time.monotonic() - started
     return _finish(plan, store, states, verifier, sum(len(sample.token_ids) - 1 for sample in missing), seconds)
 
 
@@ -88,7 +99,7 @@ def finish_set(
     """
     if plan.finished(store) is not None:
         return []
-    states = _States(Capture(config, plan, store, verifier), samples)
+    states = _States(Capture(config, plan, store, verifier), plan, samples)
     states.refresh()
     if missing := states.missing():
         return missing
@@ -100,10 +111,9 @@ def read_shards(
     config: RetrainConfig, plan: StagePlan, store: Store, verifier: Verifier, samples: list[Sample]
 ) -> HiddenStateReader:
     """A reader of those of the samples that are in the shards of an unfinished set."""
-    states = _States(Capture(config, plan, store, verifier), samples)
+    states = _States(Capture(config, plan, store, verifier), plan, samples)
     states.refresh()
-    states_format = StateFormat.from_json(plan.determinants["states"])
-    return HiddenStateReader(store, plan.directory, states_format, verifier.hidden_size, states.entries())
+    return HiddenStateReader(store, plan.directory, states.format, verifier.hidden_size, states.entries())
 
 
 async def _send_all(
@@ -149,7 +159,7 @@ async def _send_all(
                 sample.token_ids[:-1].tolist(),
                 max_tokens=1,
                 temperature=0.0,
-                kv_transfer_params=capture.request(sample.sample_id, last_from(sample)),
+                kv_transfer_params=capture.request(sample.sample_id, last_from(states.format, sample)),
             )
         finally:
             client_slots.release()
@@ -173,16 +183,16 @@ def _first(group: Exception) -> Exception:
     return group
 
 
-def last_from(sample: Sample) -> int:
+def last_from(states: StateFormat, sample: Sample) -> int:
     """First row of a sample whose last layer is needed: the one that predicts the first token with a loss."""
-    return max(int(sample.loss_mask.argmax()) - 1, 0)
+    return 0 if states.needs_last_everywhere else max(int(sample.loss_mask.argmax()) - 1, 0)
 
 
 class _States:
     """Which samples are in the store already, as the sidecars say."""
 
-    def __init__(self, capture: Capture, samples: list[Sample]) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, plan: StagePlan, samples: list[Sample]) -> None:
+        self._capture, self.format = capture, StateFormat.from_json(plan.determinants["states"])
         self._wanted = {sample.sample_id: sample for sample in samples}
         self._found: dict[str, tuple[str, SampleEntry]] = {}
         self.tokens = 0
@@ -201,9 +211,8 @@ class _States:
         sample = self._wanted.get(entry.sample_id)
         if sample is None or entry.sample_id in self._found:
             return
-        needed = self._capture.request(entry.sample_id, last_from(sample))["last_from"]
         # There may be more of the last layer than is needed, but not less.
-        fits = entry.rows == len(sample.token_ids) - 1 and entry.last_from <= needed
+        fits = entry.rows == len(sample.token_ids) - 1 and entry.last_from <= last_from(self.format, sample)
         if fits and entry.token_crc32 == token_checksum(sample.token_ids[:-1]):
             self._found[entry.sample_id] = shard, entry
             self.tokens += entry.rows
@@ -269,11 +278,12 @@ def _finish(
 
 def _check_space(plan: StagePlan, store: Store, verifier: Verifier, samples: list[Sample]) -> None:
     """Hidden states are large: say so before the disk is full."""
-    aux, last = StateFormat.from_json(plan.determinants["states"]).row_bytes(verifier.hidden_size)
+    states = StateFormat.from_json(plan.determinants["states"])
+    aux, last = states.row_bytes(verifier.hidden_size)
     needed = 0
     for sample in samples:
         rows = len(sample.token_ids) - 1
-        needed += rows * aux + (rows - last_from(sample)) * last
+        needed += rows * aux + (rows - last_from(states, sample)) * last
     needed, free = int(_SPACE_MARGIN * needed), store.free_bytes()
     if free is not None and needed > free:
         raise StoreError(

@@ -87,6 +87,11 @@ class StateFormat:
         """Read back what :meth:`to_json` gave."""
         return cls(**{**value, "layer_ids": tuple(value["layer_ids"])})
 
+    @property
+    def needs_last_everywhere(self) -> bool:
+        """Whether every row's last layer is read: by a head that has no auxiliary layers."""
+        return len(self.layer_ids) == 1
+
     def row_bytes(self, hidden_size: int) -> tuple[int, int]:
         """Bytes of one row before compression: of the auxiliary layers, and of the last one."""
         n_aux = len(self.layer_ids) - 1
@@ -153,7 +158,9 @@ class StateFormat:
             part = raw[start:end]
             if self.compression == "zstd":
                 part = part.reshape(dtype.itemsize, -1).T
-            tensors[name] = torch.from_numpy(part.flatten()).view(dtype).view(shape)
+            # numpy gives an array without values a stride of 0, which torch cannot view as another dtype.
+            values = torch.from_numpy(part.flatten()).view(dtype) if part.size else torch.empty(0, dtype=dtype)
+            tensors[name] = values.view(shape)
             start = end
         return EncodedStates(rows, last_from, tensors)
 

@@ -153,7 +153,7 @@ class OnlineStates:
             sample.token_ids[:-1].tolist(),
             max_tokens=1,
             temperature=0.0,
-            kv_transfer_params=self._capture.request(name, last_from(sample)),
+            kv_transfer_params=self._capture.request(name, last_from(self.format, sample)),
         )
 
     def _arrived(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Hidden states of verifiers that vLLM cannot serve: computed by transformers, in this process, one batch after another.
+"""Hidden states of verifiers that vLLM cannot serve: computed by transformers, in this process, batch by batch.
 
 Layer ids mean what they mean in vLLM: 0 is what enters the first decoder layer, l is what leaves the l-th one, and the
 last one is taken before the final norm (transformers' own ``output_hidden_states`` gives it after). Hooks pick up the
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from speculators.verifier import Verifier
 
 _TOKENS_PER_BATCH = 4096  # padding included; bounds the memory
 _IDLE_FLUSH_S = 30.0  # on a CPU a batch takes long: do not make a shard of each
-_LOADING_ERRORS = (ValueError, KeyError, OSError, ImportError, RuntimeError)
 
 
 def compute_states(
@@ -154,8 +154,11 @@ class Decoder:
             )
         except torch.OutOfMemoryError:
             raise
-        except _LOADING_ERRORS as error:
-            raise CheckpointError(f"transformers cannot load {verifier.path}: {error}") from error
+        except Exception as error:  # a repository's own code may raise anything
+            raise CheckpointError(
+                f"transformers {version('transformers')} cannot load {verifier.path}. It has to know the architecture,"
+                f" or to be allowed to run the repository's own code (verifier.trust_remote_code). It says: {error}"
+            ) from error
         if missing := sorted(info["missing_keys"]):
             # transformers would go on with random numbers in their place.
             raise CheckpointError(
@@ -172,21 +175,25 @@ class Decoder:
         Raises:
             CheckpointError: There is no list of as many layers as the verifier has.
         """
-        module = model
-        while (inner := module.get_decoder() if hasattr(module, "get_decoder") else module) is not module:
-            module = inner
+        from transformers import PreTrainedModel
+
+        text = model.get_decoder()  # without the towers of other modalities
         lists = [
-            (name.count("."), name, child)
-            for name, child in module.named_modules()
+            (name, child)
+            for name, child in text.named_modules()
             if isinstance(child, nn.ModuleList) and len(child) == verifier.num_layers
         ]
         if not lists:
             raise CheckpointError(
-                f"{verifier.path}: the {verifier.num_layers} decoder layers that config.json speaks of are not found in"
-                f" transformers' {type(module).__name__}, so its hidden states cannot be extracted by transformers."
+                f"{verifier.path}: transformers' {type(text).__name__} has no list of the {verifier.num_layers} decoder"
+                " layers that config.json speaks of, so transformers cannot extract this verifier's hidden states."
             )
         # A layer may hold lists of its own (experts), which lie deeper.
-        _, _, layers = min(lists, key=lambda found: found[0])
+        name, layers = min(lists, key=lambda found: found[0].count("."))
+        parts = name.split(".")
+        around = [text.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        # The innermost model around the layers: a head, if the outer ones have one, would fill the memory with logits.
+        module = next((part for part in reversed(around) if isinstance(part, PreTrainedModel)), text)
         return cls(module, layers, verifier.hidden_size)
 
     def states(self, rows: Sequence[np.ndarray], layer_ids: Sequence[int]) -> Iterator[Tensor]:
@@ -216,8 +223,8 @@ class Decoder:
             if caught[layer_id].shape != (len(rows), width, self.hidden_size):
                 raise CheckpointError(
                     f"{type(self.module).__name__}: layer {layer_id} has states of shape"
-                    f" {list(caught[layer_id].shape)} where {[len(rows), width, self.hidden_size]} was expected. Such a"
-                    " verifier's hidden states cannot be extracted by transformers."
+                    f" {list(caught[layer_id].shape)} where {[len(rows), width, self.hidden_size]} was expected, so"
+                    " transformers cannot extract this verifier's hidden states."
                 )
         return (
             torch.stack([caught[layer_id][place, : len(row)] for layer_id in layer_ids], dim=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+_SAY_AGAIN_S = 60.0
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -100,6 +102,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: torch.Tensor | None = None
         self._writer: ShardWriter | None = None
         self._waiting: deque[FinishedSample] = deque()
+        self._said_slow = float("-inf")
         self._copy_stream: torch.cuda.Stream | None = None
         self._copying: deque[tuple[FinishedSample, EncodedStates, torch.cuda.Event]] = deque()
 
@@ -205,7 +208,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, FinishedSamples):
             self._waiting += metadata.samples
         done: set[str] = set()
-        while self._waiting and self._writer.has_room(self._stored_bytes(self._waiting[0]), self._copying_bytes()):
+        while self._waiting and self._has_room(self._waiting[0]):
             sample = self._waiting.popleft()
             if self._start_copy(sample):
                 done.add(sample.request_id)
@@ -215,13 +218,20 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
             done.add(sample.request_id)
         return done or None, None
 
-    def _stored_bytes(self, sample: FinishedSample) -> int:
+    def _has_room(self, sample: FinishedSample) -> bool:
         assert self._cache is not None
+        assert self._writer is not None
         aux, last = self._format.row_bytes(self._cache.shape[-1])
-        return sample.rows * aux + (sample.rows - sample.last_from) * last
-
-    def _copying_bytes(self) -> int:
-        return sum(states.nbytes for _, states, _ in self._copying)
+        size = sample.rows * aux + (sample.rows - sample.last_from) * last
+        if self._writer.has_room(size, sum(states.nbytes for _, states, _ in self._copying)):
+            return True
+        if time.monotonic() - self._said_slow > _SAY_AGAIN_S:
+            self._said_slow = time.monotonic()
+            logger.warning(
+                "The store takes hidden states more slowly than vLLM makes them; %d finished requests wait for it.",
+                len(self._waiting),
+            )
+        return False
 
     def _start_copy(self, sample: FinishedSample) -> bool:
         """Take a sample's rows out of the cache, in the dtype in which they are stored.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SERVED_MODEL_NAME = "verifier"
 _REPORT_EVERY_S = 15.0
 _ERROR_LINE = re.compile(r"(\b\w*(?:Error|Exception)\b: .+)|(\berror: .+)|(No module named .+)")
-_NOT_THE_CAUSE = ("Engine core initialization failed", "See root cause above")
+_NOT_THE_CAUSE = ("Engine core initialization failed", "See root cause above", " WARNING ")
 
 
 def serving_python(serving: ServingConfig) -> Path:
@@ -140,7 +140,7 @@ class VllmServer:
         if self._serving.device == "cpu":
             env["VLLM_CPU_KVCACHE_SPACE"] = str(self._serving.cpu_kv_cache_gib)
             # Left alone, vLLM reserves one core for itself: half of a two-core machine.
-            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of_ranks(self._serving.tensor_parallel_size))
         for leaking in ("VIRTUAL_ENV", "PYTHONHOME"):
             env.pop(leaking, None)
         return {**env, **self._env}
@@ -185,6 +185,14 @@ class VllmServer:
         status = self._process.returncode
         killed = " (killed: out of memory?)" if status == 128 + 9 else ""
         return f"{cause}\n  exit status {status}{killed}; the whole log: {self.log_file}"
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """All cores, shared out among the ranks, as vLLM reads it: ``0-3`` or ``0-1|2-3``."""
+    cores = os.cpu_count() or 1
+    each = max(1, cores // ranks)
+    starts = [rank * each % cores for rank in range(ranks)]
+    return "|".join(f"{start}-{start + each - 1}" for start in starts)
 
 
 def _free_port() -> int:

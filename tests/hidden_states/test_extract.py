@@ -159,9 +159,12 @@ def test_layers_are_asked_for_in_the_order_that_vllm_has(store: Store) -> None:
 
 
 def test_a_head_without_auxiliary_layers_needs_the_last_one_everywhere(store: Store) -> None:
-    plan = StagePlan(Stage.EXTRACT, {"states": {**FORMAT.to_json(), "layer_ids": [4]}})
-    asked = capture.Capture(RetrainConfig(), plan, store, VERIFIER).request("p/0", 7)  # type: ignore[arg-type]
+    states = {**FORMAT.to_json(), "layer_ids": [4]}
+    plan = StagePlan(Stage.EXTRACT, {"states": states})
+    asked = capture.Capture(RetrainConfig(), plan, store, VERIFIER).request("p/0")  # type: ignore[arg-type]
     assert asked == {"sample_id": "p/0", "last_from": 0, "max_rows": RetrainConfig().prepare.max_length - 1}
+    assert module.last_from(StateFormat.from_json(states), make_sample(3)) == 0
+    assert module.last_from(FORMAT, make_sample(3)) == 1
 
 
 def test_an_interrupted_run_goes_on(store: Store, server: FakeServer, samples: list[Sample]) -> None:

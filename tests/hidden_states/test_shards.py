@@ -178,6 +178,19 @@ def test_states_that_float8_has_trouble_with(compression: str) -> None:
     assert not found[4, 0].isfinite().all()
 
 
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "bfloat16", "float32"])
+@pytest.mark.parametrize(("layers", "last_from"), [((4,), 0), ((1, 4), 5)])
+def test_groups_without_values(dtype: str, compression: str, layers: tuple[int, ...], last_from: int) -> None:
+    """No auxiliary layers (an MTP head's), or no row of the last one."""
+    states_format = StateFormat(layers, dtype, dtype, compression)  # type: ignore[arg-type]
+    encoded = states_format.encode(torch.randn(5, len(layers), 8), last_from)
+    packed = b"".join(bytes(tensor_bytes(t)) for t in states_format.pack(encoded).values())
+    found = states_format.unpack(packed, 5, last_from, 8)
+    assert all(torch.equal(found.tensors[name].float(), encoded.tensors[name].float()) for name in encoded.tensors)
+    assert states_format.decode(found).shape == (5, len(layers), 8)
+
+
 def test_other_tokens_and_unknown_samples_are_errors(store: Store) -> None:
     stage = plan("float32")
     write(store, stage, range(3))
