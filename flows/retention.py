@@ -16,8 +16,8 @@ from prefect import flow
 from prefect.exceptions import ParameterTypeError
 from pydantic import Field
 
+from speculators.config import RetentionConfig
 from speculators.errors import PipelineError
-from speculators.hidden_states.retention import RetentionPolicy
 from speculators.store import Store
 from tasks.logs import quiet_pipeline_errors
 from tasks.retention import apply_retention, table_row
@@ -48,7 +48,7 @@ def retention(
     quiet_pipeline_errors()
     opened = Store(store, cache_dir=Path(work_dir) / "cache")
     opened.check_writable()
-    policy = RetentionPolicy(max_age_days=max_age_days, max_total_gib=max_total_gib)
+    policy = RetentionConfig(max_age_days=max_age_days, max_total_gib=max_total_gib)
     outcomes = apply_retention(opened, policy, keep=[f"hidden_states/{fingerprint}" for fingerprint in keep or []])
     rows = [table_row(opened, outcome).values() for outcome in outcomes]
     return "\n".join(f"| {' | '.join(row)} |" for row in [("Set", "GiB", "Action", "Reason"), ("---",) * 4, *rows])

@@ -13,6 +13,7 @@ from prefect import flow
 
 from speculators.config import RetrainConfig, load_config
 from speculators.errors import PipelineError
+from speculators.hidden_states.retention import lease
 from speculators.stages import finished_stages
 from tasks.evaluate import evaluate
 from tasks.export import export
@@ -45,14 +46,15 @@ def retrain(config: RetrainConfig | None = None) -> str:
     run = set_up(config)
     skipped = {stage.value for stage in finished_stages(run)}
     with parent_run(config) as tracker:
-        manifests = [regenerate(run, tracker), prepare(run, tracker)]
-        if config.extract.mode == "offline":
-            manifests.append(extract(run, tracker))
-        manifests += [train(run, tracker), export(run, tracker), evaluate(run, tracker)]
+        with lease(run.store, run.plan.extract):
+            manifests = [regenerate(run, tracker), prepare(run, tracker)]
+            if config.extract.mode == "offline":
+                manifests.append(extract(run, tracker))
+            manifests.append(train(run, tracker))
+        apply_retention(run.store, config.retention, trained=run.plan.extract.directory)
+        manifests += [export(run, tracker), evaluate(run, tracker)]
         promotion = promote(run, tracker, manifests[-1])
-        summary = report(run, tracker, manifests, promotion, skipped)
-    apply_retention(run.store, config.retention, trained=run.plan.extract.directory)
-    return summary
+        return report(run, tracker, manifests, promotion, skipped)
 
 
 def main() -> None:

@@ -146,7 +146,6 @@ def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
     prompts = load_prompts(config.regenerate.prompts, config.regenerate.max_prompts)
     splits = split_prompts({prompt.prompt_id: prompt.turns[0] for prompt in prompts}, config)
     capture = Capture(config, run.plan.extract, run.store, run.verifier)
-    capture.forget_errors()
     asked: set[str] = set()
 
     def request_fields(prompt_id: str, sample_id: str) -> dict[str, Any]:
@@ -156,6 +155,7 @@ def run_regenerate(run: Retraining, progress: Progress) -> Manifest:
         return {"kv_transfer_params": capture.request(sample_id)}
 
     with lease(run.store, run.plan.extract), capture.server("vllm-regenerate") as server:
+        capture.forget_errors()
         try:
             manifest = regenerate(*arguments, [server.url], progress, request_fields)
         except ServingError as error:

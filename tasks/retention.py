@@ -9,7 +9,8 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from speculators.hidden_states.retention import Outcome, RetentionPolicy, after_training, apply_policy
+from speculators.config import RetentionConfig
+from speculators.hidden_states.retention import Outcome, after_training, apply_policy
 from speculators.store import Store
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @task(name="apply-retention", cache_policy=NO_CACHE, persist_result=False)
 def apply_retention(
-    store: Store, policy: RetentionPolicy, trained: str | None = None, keep: Collection[str] = ()
+    store: Store, policy: RetentionConfig, trained: str | None = None, keep: Collection[str] = ()
 ) -> list[Outcome]:
     """Delete sets of hidden states as the policy says; the outcome of each becomes a table in the Prefect UI.
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from speculators.config import RetentionConfig
 from speculators.errors import StoreError
 from speculators.hidden_states.format import INDEX_FILE, SHARDS
 from speculators.manifest import MANIFEST_NAME, STAGE_FOLDERS, Manifest, Stage, StagePlan
@@ -47,21 +48,6 @@ _LOOKS_A_BEAT = 10
 _TRIES = 5
 _SETS = STAGE_FOLDERS[Stage.EXTRACT]
 _DAY_S = 86400.0
-
-
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Which sets are deleted. Sets that a running job uses never are.
-
-    Attributes:
-        after_training: What becomes of a set once a drafter has been trained on it.
-        max_age_days: Sets that were neither written nor used for longer are deleted; None for no limit.
-        max_total_gib: The least recently used sets are deleted until the others take no more; None for no limit.
-    """
-
-    after_training: Literal["keep", "delete"] = "keep"
-    max_age_days: float | None = None
-    max_total_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +97,7 @@ def lease(store: Store, states: StagePlan | str) -> Iterator[None]:
             yield
         finally:
             _note_use(store, directory, beacon)
+    _remove_empty_folders(store, directory)
 
 
 def retire(store: Store, directory: str, patience_s: float | None = None) -> bool:
@@ -159,7 +146,7 @@ def sets(store: Store) -> list[StateSet]:
 
 
 def apply_policy(
-    store: Store, policy: RetentionPolicy, keep: Collection[str] = (), now: float | None = None
+    store: Store, policy: RetentionConfig, keep: Collection[str] = (), now: float | None = None
 ) -> list[Outcome]:
     """Delete the sets that are unused for too long, then the least recently used ones that are too much.
 
@@ -194,7 +181,7 @@ def apply_policy(
     return outcomes
 
 
-def after_training(store: Store, directory: str, policy: RetentionPolicy) -> Outcome:
+def after_training(store: Store, directory: str, policy: RetentionConfig) -> Outcome:
     """What ``policy.after_training`` says for a set, done to it.
 
     Args:
@@ -212,7 +199,7 @@ def after_training(store: Store, directory: str, policy: RetentionPolicy) -> Out
 _Rule = Callable[[StateSet, int], str | None]
 
 
-def _age_rule(policy: RetentionPolicy, now: float) -> _Rule:
+def _age_rule(policy: RetentionConfig, now: float) -> _Rule:
     def rule(state: StateSet, total: int) -> str | None:
         days = (now - state.last_used) / _DAY_S
         too_old = policy.max_age_days is not None and days > policy.max_age_days
@@ -221,7 +208,7 @@ def _age_rule(policy: RetentionPolicy, now: float) -> _Rule:
     return rule
 
 
-def _size_rule(policy: RetentionPolicy) -> _Rule:
+def _size_rule(policy: RetentionConfig) -> _Rule:
     def rule(state: StateSet, total: int) -> str | None:
         too_much = policy.max_total_gib is not None and total > policy.max_total_gib * 2**30
         return f"least recently used while all took more than {policy.max_total_gib:g} GiB" if too_much else None
@@ -340,12 +327,12 @@ def _wait_for_deleters(store: Store, directory: str) -> None:
 
 
 def _note_use(store: Store, directory: str, beacon: _Beacon) -> None:
-    """The file's own time, by the store's clock, is what counts."""
+    """Note the time of use, where there is a set; the file's own time, by the store's clock, is what counts."""
     try:
-        if beacon.is_there():
-            store.write_json(
-                f"{directory}/{LAST_USED_FILE}", {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            )
+        is_set = any(not path.startswith(f"{directory}/{LEASES}/") for path in store.list(directory))
+        if is_set and beacon.is_there():
+            used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            store.write_json(f"{directory}/{LAST_USED_FILE}", {"time": used})
     except StoreError as error:  # the job has done its work
         logger.warning("The use of %s could not be noted: %s", store.url_of(directory), error)
 

@@ -169,11 +169,19 @@ def test_second_run_skips_every_stage_and_keeps_the_version(services: Services, 
 def test_a_worse_drafter_becomes_challenger(services: Services, first: str, tmp_path: Path) -> None:
     """A tiny learning rate cannot beat the champion; it is compared on the same prompts.
 
-    Its hidden states are stored in another dtype, and made while it trains, by a vLLM that the flow starts."""
+    Its hidden states are stored in another dtype, made while it trains by a vLLM that the flow starts, and deleted
+    once it has been trained."""
     hybrid = {**TINY["extract"], "dtype": "bfloat16", "mode": "hybrid"}
-    flow = services.run(train={**TINY["train"], "epochs": 2, "learning_rate": 1e-7}, extract=hybrid)
+    flow = services.run(
+        train={**TINY["train"], "epochs": 2, "learning_rate": 1e-7},
+        extract=hybrid,
+        retention={"after_training": "delete"},
+    )
     assert flow.wait() == 0, flow.output()[-6000:]
-    assert len(services.s3.glob(f"{services.bucket}/retraining/hidden_states/*/manifest.json")) == 2
+    sets = f"{services.bucket}/retraining/hidden_states"
+    assert len(services.s3.glob(f"{sets}/*/manifest.json")) == 1, "the champion's"
+    assert len(services.s3.glob(f"{sets}/*/retired.json")) == 1
+    assert len({path.split("/")[3] for path in services.s3.find(sets) if path.endswith(".safetensors")}) == 1
     assert not services.s3.find(f"{services.bucket}/retraining/online")
     assert "Acceptance length of the champion before" in flow.output()
     assert f"{MODEL} version 2, alias challenger" in flow.output()

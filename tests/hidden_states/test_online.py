@@ -68,8 +68,9 @@ def with_changes(run: stages.Retraining, **changes: object) -> stages.Retraining
 def servers(run: stages.Retraining) -> Iterator[list[VllmServer]]:
     """Two vLLMs that serve hidden states."""
     capture = Capture(run.config, run.plan.extract, run.store, run.verifier)
-    with ExitStack() as stack:
-        yield [stack.enter_context(capture.server(f"online-{number}", online=True)) for number in range(2)]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = [capture.server(f"online-{number}", online=True) for number in range(2)]
+        yield list(pool.map(stack.enter_context, starting))
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +166,13 @@ def test_the_first_epoch_leaves_a_set_for_the_others(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("mode", ["online", "hybrid"])
-def test_training_is_the_same_in_every_mode(
-    small_retraining: stages.Retraining, run: stages.Retraining, servers: list[VllmServer], mode: str
+def test_training_is_the_same_as_offline(
+    small_retraining: stages.Retraining, run: stages.Retraining, servers: list[VllmServer]
 ) -> None:
     """torchrun with two ranks, from the first step to the drafter: the figures of the offline training."""
     offline = small_retraining.plan.train.require(small_retraining.store, "")
-    changed = with_changes(
-        run, extract={**run.config.extract.model_dump(), "mode": mode, "endpoints": [servers[0].url]}
-    )
+    extract = {**run.config.extract.model_dump(), "mode": "online", "endpoints": [servers[0].url]}
+    changed = with_changes(run, extract=extract)
     records: list[dict] = []
     manifest = stages.run_train(changed, TerminalProgress(), records.append)
     log = small_retraining.store.read_bytes(small_retraining.plan.train.path("metrics.jsonl")).decode()
@@ -185,11 +184,7 @@ def test_training_is_the_same_in_every_mode(
         offline.figures["predicted_acceptance_length"], abs=0.02
     )
     assert run.store.list(online_directory(run.plan.extract)) == []
-    extracted = run.plan.extract.finished(run.store)
-    assert (extracted is None) == (mode == "online")
-    if extracted is not None:
-        assert extracted.figures["samples"] == len(load_samples(run.store, run.plan.prepare, ["train", "validation"]))
-    run.store.delete(changed.plan.train.directory)
+    assert run.plan.extract.finished(run.store) is None, "nothing is kept"
 
 
 @pytest.mark.vllm

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from flows.retention import retention as retention_flow
+from speculators.config import RetentionConfig
 from speculators.errors import StoreError
 from speculators.hidden_states import retention
 from speculators.hidden_states.format import INDEX_FILE, SHARDS
@@ -28,7 +29,6 @@ from speculators.hidden_states.retention import (
     LAST_USED_FILE,
     LEASES,
     RETIRED_FILE,
-    RetentionPolicy,
     StateSet,
     after_training,
     apply_policy,
@@ -128,7 +128,7 @@ def test_sets_unused_for_too_long_go(store: Store) -> None:
     old, kept_one, recent = stages
     times = {state.directory: state.last_used for state in sets(store)}
     limit = (times[kept_one.directory] + times[recent.directory]) / 2
-    policy = RetentionPolicy(max_age_days=14)
+    policy = RetentionConfig(max_age_days=14)
     assert [o.action for o in apply_policy(store, policy)] == ["kept"] * 3
     outcomes = apply_policy(store, policy, keep=[kept_one.directory], now=limit + 14 * DAY_S)
     assert [(o.directory, o.action) for o in outcomes] == [
@@ -155,7 +155,7 @@ def test_least_recently_used_sets_go_first(any_store: Store) -> None:
     with lease(store, stages[0]):
         pass
     size = sets(store)[0].bytes
-    outcomes = apply_policy(store, RetentionPolicy(max_total_gib=2.5 * size / 2**30))
+    outcomes = apply_policy(store, RetentionConfig(max_total_gib=2.5 * size / 2**30))
     assert [(o.directory, o.action) for o in outcomes] == [
         (stages[1].directory, "deleted"),
         (stages[2].directory, "kept"),
@@ -163,7 +163,7 @@ def test_least_recently_used_sets_go_first(any_store: Store) -> None:
     ]
     assert missing(store, stages[0]) == missing(store, stages[2]) == left(store, stages[1]) == []
     limit = sum(state.last_used for state in sets(store)) / 2
-    outcomes = apply_policy(store, RetentionPolicy(max_age_days=1), now=limit + DAY_S)
+    outcomes = apply_policy(store, RetentionConfig(max_age_days=1), now=limit + DAY_S)
     assert [(o.directory, o.action) for o in outcomes] == [
         (stages[2].directory, "deleted"),
         (stages[0].directory, "kept"),
@@ -174,7 +174,7 @@ def test_least_recently_used_sets_go_first(any_store: Store) -> None:
 def test_what_must_stay_counts_but_makes_no_room(store: Store) -> None:
     kept_one, used, free = (make_set(store, name, size=100_000) for name in range(3))
     with lease(store, used):
-        found = apply_policy(store, RetentionPolicy(max_total_gib=1e-9), keep=[kept_one.directory])
+        found = apply_policy(store, RetentionConfig(max_total_gib=1e-9), keep=[kept_one.directory])
     outcomes = {outcome.directory: outcome for outcome in found}
     assert [outcomes[stage.directory].action for stage in (kept_one, used, free)] == ["kept", "skipped", "deleted"]
     assert "is used by" in outcomes[used.directory].reason
@@ -183,17 +183,17 @@ def test_what_must_stay_counts_but_makes_no_room(store: Store) -> None:
 
 def test_a_set_goes_after_training_if_the_policy_says_so(any_store: Store) -> None:
     stage, other = make_set(any_store, "trained"), make_set(any_store, "other")
-    assert after_training(any_store, stage.directory, RetentionPolicy()).action == "kept"
+    assert after_training(any_store, stage.directory, RetentionConfig()).action == "kept"
     assert missing(any_store, stage) == []
-    outcome = after_training(any_store, stage.directory, RetentionPolicy(after_training="delete"))
+    outcome = after_training(any_store, stage.directory, RetentionConfig(after_training="delete"))
     assert (outcome.action, outcome.bytes > 200) == ("deleted", True)
     assert left(any_store, stage) == missing(any_store, other) == []
-    assert after_training(any_store, stage.directory, RetentionPolicy(after_training="delete")).action == "deleted"
+    assert after_training(any_store, stage.directory, RetentionConfig(after_training="delete")).action == "deleted"
 
 
 def test_without_limits_everything_stays(store: Store) -> None:
     make_set(store, "a")
-    assert [o.action for o in apply_policy(store, RetentionPolicy(), now=time.time() + 1e9)] == ["kept"]
+    assert [o.action for o in apply_policy(store, RetentionConfig(), now=time.time() + 1e9)] == ["kept"]
 
 
 class StubbornStore(Store):
@@ -211,13 +211,13 @@ def test_one_set_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: Path)
     store = StubbornStore(tmp_path / "store")
     first, second = make_set(store, "a"), make_set(store, "b")
     store.stubborn = first.path(SHARDS)
-    outcomes = apply_policy(store, RetentionPolicy(max_total_gib=0))
+    outcomes = apply_policy(store, RetentionConfig(max_total_gib=0))
     assert [o.action for o in outcomes] == ["failed", "deleted"]
     assert "permission denied" in outcomes[0].reason
     assert first.finished(store) is None
     assert left(store, second) == []
     store.stubborn = ""
-    assert [o.action for o in apply_policy(store, RetentionPolicy(max_total_gib=0))] == ["deleted"]
+    assert [o.action for o in apply_policy(store, RetentionConfig(max_total_gib=0))] == ["deleted"]
     assert left(store, first) == []
 
 
@@ -290,9 +290,9 @@ def test_a_set_in_use_stays_and_a_killed_job_does_not_block(
             for _ in range(5):
                 assert not retire(each, stage.directory)
             assert f"{each.url_of(stage.directory)} is not deleted: it is used by {os.uname().nodename}" in caplog.text
-            for policy in (RetentionPolicy(max_total_gib=0), RetentionPolicy(max_age_days=1)):
+            for policy in (RetentionConfig(max_total_gib=0), RetentionConfig(max_age_days=1)):
                 assert [o.action for o in apply_policy(each, policy, now=time.time() + 9 * DAY_S)] == ["skipped"]
-            policy = RetentionPolicy(after_training="delete")
+            policy = RetentionConfig(after_training="delete")
             assert after_training(each, stage.directory, policy).action == "skipped"
             assert missing(each, stage) == each.list(stage.path(DELETIONS)) == []
         os.kill(process.pid, signal.SIGKILL)
@@ -322,6 +322,14 @@ def test_a_lease_of_a_set_that_is_not_there_yet(any_store: Store) -> None:
     with lease(any_store, stage):
         make_set(any_store, "new")
     assert missing(any_store, stage) == []
+    assert any_store.exists(stage.path(LAST_USED_FILE))
+
+
+def test_a_lease_of_a_set_that_is_never_made_leaves_nothing(store: Store) -> None:
+    """As in the online mode, which keeps no states."""
+    with lease(store, stage_of("online")):
+        pass
+    assert not Path(store.full_path(stage_of("online").directory)).exists()
 
 
 class FailingStore(Store):
@@ -635,7 +643,7 @@ def test_the_task_makes_a_table_and_says_what_was_freed(
     artifacts: list[dict[str, Any]] = []
     monkeypatch.setattr(retention_task, "create_table_artifact", lambda **values: artifacts.append(values))
     trained, other = make_set(store, "trained", 15 << 20), make_set(store, "other")
-    policy = RetentionPolicy(after_training="delete", max_age_days=7)
+    policy = RetentionConfig(after_training="delete", max_age_days=7)
     outcomes = retention_task.apply_retention.fn(store, policy, trained=trained.directory)
     assert [(o.directory, o.action) for o in outcomes] == [(trained.directory, "deleted"), (other.directory, "kept")]
     assert "1 of 2 sets of hidden states deleted, 0.03 GiB freed." in caplog.text
@@ -654,7 +662,7 @@ def test_the_task_shows_a_set_in_use_once(store: Store, monkeypatch: pytest.Monk
     monkeypatch.setattr(retention, "HEARTBEAT_S", 0.05)
     stage = make_set(store, "trained")
     with lease(store, stage):
-        policy = RetentionPolicy(after_training="delete", max_total_gib=0)
+        policy = RetentionConfig(after_training="delete", max_total_gib=0)
         outcomes = retention_task.apply_retention.fn(store, policy, trained=stage.directory)
     assert [o.action for o in outcomes] == ["skipped"]
 

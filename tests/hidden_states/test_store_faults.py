@@ -61,8 +61,8 @@ def check_all(store: Store, stage: StagePlan) -> None:
     [
         ("reset", 6),
         ("reset_after", 6),
-        ("error_500", 6),
-        ("slow_down", 12),
+        ("error_500", 4),
+        ("slow_down", 4),
         ("truncate_upload", 3),
         ("delay", 4),
         ("throttle", None),
@@ -101,7 +101,7 @@ def test_a_reader_gets_over_what_passes(proxy: FaultyS3, remote: Store, fault: s
     assert proxy.injected[fault] == times
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_storm_of_all_faults_at_once(proxy: FaultyS3, remote: Store, seed: int) -> None:
     stage = plan("float32")
     faults = ("reset", "reset_after", "error_500", "slow_down", "truncate_upload", "truncate_response")
