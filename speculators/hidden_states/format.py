@@ -157,7 +157,7 @@ class StateFormat:
             end = start + math.prod(shape) * dtype.itemsize
             part = raw[start:end]
             if self.compression == "zstd":
-                part = part.reshape(dtype.itemsize, -1).T
+                part = _interleave(part.reshape(dtype.itemsize, -1))
             # numpy gives an array without values a stride of 0, which torch cannot view as another dtype.
             values = torch.from_numpy(part.flatten()).view(dtype) if part.size else torch.empty(0, dtype=dtype)
             tensors[name] = values.view(shape)
@@ -171,9 +171,10 @@ class StateFormat:
             float32 [rows, n_layers, H]; the last layer is zero before ``last_from``.
         """
         tensors = sample.tensors
-        states = torch.zeros(sample.rows, len(self.layer_ids), tensors[_LAST].shape[-1])
-        states[:, :-1] = _from_stored(tensors[_AUX], tensors.get(_AUX_SCALE))
-        states[sample.last_from :, -1] = _from_stored(tensors[_LAST], tensors.get(_LAST_SCALE))
+        states = torch.empty(sample.rows, len(self.layer_ids), tensors[_LAST].shape[-1])
+        _decode_into(states[:, :-1], tensors[_AUX], tensors.get(_AUX_SCALE))
+        states[: sample.last_from, -1] = 0
+        _decode_into(states[sample.last_from :, -1], tensors[_LAST], tensors.get(_LAST_SCALE))
         return states
 
     def _names(self) -> list[str]:
@@ -190,13 +191,28 @@ def _to_stored(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return (exact / scale[..., None]).to(dtype), scale
 
 
-def _from_stored(states: Tensor, scale: Tensor | None) -> Tensor:
-    return states.float() if scale is None else states.float().mul_(scale[..., None])
+def _decode_into(target: Tensor, stored: Tensor, scale: Tensor | None) -> None:
+    if scale is None:
+        target.copy_(stored)
+        return
+    # PyTorch converts float8 value by value. The bits of an e4m3, moved to those of a float16, are 2**-8 times its
+    # value; this way is ten times faster. NaN becomes 480, but where one is stored the row's scale is not finite.
+    bits = stored.view(torch.int8).to(torch.int16)
+    halves = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
+    torch.mul(halves, (scale * 2.0**8)[..., None], out=target)
 
 
 def _planes(tensor: Tensor) -> np.ndarray:
     """A tensor's bytes, all first bytes of its values, then all second ones, and so on."""
     return np.frombuffer(tensor_bytes(tensor), dtype=np.uint8).reshape(-1, tensor.element_size()).T
+
+
+def _interleave(planes: np.ndarray) -> np.ndarray:
+    """The inverse of :func:`_planes`; one plane after another, as numpy's transposed copy is ten times slower."""
+    values = np.empty(planes.shape[::-1], dtype=np.uint8)
+    for place, plane in enumerate(planes):
+        values[:, place] = plane
+    return values.reshape(-1)
 
 
 @dataclass(frozen=True)

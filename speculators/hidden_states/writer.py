@@ -143,14 +143,20 @@ class ShardWriter:
 
     def _run(self) -> None:
         try:
-            while (batch := self._next_batch()) is not None:
-                number, samples = batch
-                self._write(number, samples)
+            while (written := self._write_next()) is not None:
                 with self._changed:
-                    self._held_bytes -= sum(states.nbytes for _, states, _ in samples)
+                    self._held_bytes -= written
                     self._changed.notify_all()
         except BaseException as error:
             self._fail(error)
+
+    def _write_next(self) -> int | None:
+        """Write the next shard. Its samples' bytes, which are free when this returns; None when there is none."""
+        if (batch := self._next_batch()) is None:
+            return None
+        number, samples = batch
+        self._write(number, samples)
+        return sum(states.nbytes for _, states, _ in samples)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("Hidden states could not be written. %s: %s", type(error).__name__, error)

@@ -5,6 +5,8 @@ Each measurement has a process of its own, so that pytest's memory does not matt
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import random
 import threading
@@ -12,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -31,14 +33,15 @@ SAMPLES, EVERY, ROWS, HIDDEN = 10_000, 500, 40, 64
 SHARD_BYTES = 1 << 20
 HELD_SHARDS = 3
 # A leak of each sample's stored bytes would add 59 MiB from the first quarter to the end.
-MOST_GROWTH = 8 << 20
+MOST_GROWTH = 4 << 20
 
 
 class SlowStore(Store):
     """A store that takes longer for a shard than the producer does."""
 
     def write_pieces(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
-        time.sleep(0.05)
+        if path.endswith(".safetensors"):
+            time.sleep(0.05)
         super().write_pieces(path, pieces)
 
 
@@ -95,12 +98,20 @@ def own_memory() -> int:
     return int(memory.rss - memory.shared)
 
 
+def release_free_memory() -> None:
+    """Give back what imports have freed, or it would hide the first part of a leak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def write_all(folder: Path, writer_class: type[ShardWriter]) -> tuple[list[int], int]:
     """Write all samples; memory after every 500, and the most bytes of samples that were alive at once."""
     store, alive, memory = SlowStore(folder), Alive(), []
+    template = format_of(stage()).encode(torch.randn(ROWS, len(LAYERS), HIDDEN), 0)
+    release_free_memory()
     with writer_class(store, stage().directory, format_of(stage()), SHARD_BYTES) as writer:
         for number in range(SAMPLES):
-            encoded = format_of(stage()).encode(torch.randn(ROWS, len(LAYERS), HIDDEN), 0)
+            encoded = replace(template, tensors={name: t.clone() for name, t in template.tensors.items()})
             alive.watch(encoded)
             writer.add(f"prompt-{number}/0", encoded, token_checksum(range(ROWS)))
             if (number + 1) % EVERY == 0:
@@ -114,6 +125,7 @@ def read_all(folder: Path, reader_class: type[HiddenStateReader]) -> list[int]:
     entries = [IndexEntry(shard=s.shard, **asdict(entry)) for s in sidecars(store, stage()) for entry in s.samples]
     reader = reader_class(store, stage().directory, format_of(stage()), HIDDEN, entries)
     order = random.Random(0).sample(reader.sample_ids, SAMPLES)
+    release_free_memory()
     with ThreadPoolExecutor(4) as pool:
         for start in range(0, SAMPLES, EVERY):
             shapes = pool.map(lambda sample_id: reader.read(sample_id).shape, order[start : start + EVERY])
@@ -142,8 +154,8 @@ def test_memory_is_bounded_and_flat(tmp_path: Path, child: ProcessPoolExecutor) 
         print(f"reading grew by {growth(reading) / 2**20:.2f} MiB")
     assert growth(writing) < MOST_GROWTH
     assert growth(reading) < MOST_GROWTH
-    one_sample = SHARD_BYTES // 100
-    assert 2 * SHARD_BYTES < held <= HELD_SHARDS * SHARD_BYTES + one_sample
+    in_hand = ROWS * sum(format_of(stage()).row_bytes(HIDDEN))  # the producer's, which waits for room
+    assert 2 * SHARD_BYTES < held <= HELD_SHARDS * SHARD_BYTES + in_hand
 
 
 def test_a_leak_would_be_found(tmp_path: Path, child: ProcessPoolExecutor) -> None:
