@@ -143,7 +143,10 @@ def s3_endpoint(start_service: Callable[..., None]) -> str:
 
 @pytest.fixture(scope="session")
 def seaweedfs_endpoint(start_service: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URL of another S3 server, SeaweedFS, which stores and checks as a production one does."""
+    """URL of another S3 server, SeaweedFS, which stores and checks as a production one does.
+
+    Every bucket takes volumes of its own, so there must be many; they take space only when written to.
+    """
     folder = tmp_path_factory.mktemp("seaweedfs")
     keys = {"accessKey": "test-key-id", "secretKey": "test-secret-key"}
     identity = {"name": "test", "credentials": [keys], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
@@ -157,7 +160,7 @@ def seaweedfs_endpoint(start_service: Callable[..., None], tmp_path_factory: pyt
         "ip.bind": "127.0.0.1",
         "master.telemetry": "false",
         "master.volumeSizeLimitMB": 64,
-        "volume.max": 40,
+        "volume.max": 1000,
         "volume.minFreeSpace": 1,
         "volume.preStopSeconds": 0,
         "s3.config": folder / "s3.json",
@@ -188,7 +191,8 @@ def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket, deadline = f"test-{time.monotonic_ns()}", time.monotonic() + 60
     while True:
         try:
-            s3fs.S3FileSystem().mkdir(bucket)
+            if not s3fs.S3FileSystem().exists(bucket):
+                s3fs.S3FileSystem().mkdir(bucket)
             s3fs.S3FileSystem().pipe_file(f"{bucket}/probe", b"ready")
             return bucket
         except OSError:  # a server that has just started takes no data yet

@@ -1,18 +1,24 @@
 """What saving hidden states costs vLLM: prefill with and without, and one pass against generating, then extracting.
 
 Run it:  .venv/bin/python -m infra.benchmarks.extraction [--config FILE] [--set section.field=value] [--prompts 64]
+             [--rounds 3] [--context 600]
 
-Both servers run side by side and take turns, round by round; each ratio is that of the medians of one run.
+Both servers run side by side and take turns, round by round; each ratio is that of the medians of one run. Answers have
+100 tokens. What comes with the project are short prompts; --context puts text of at least that many tokens before each,
+as prompts with documents have.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from transformers import AutoTokenizer
 
 from speculators.config import RetrainConfig, load_config
 from speculators.data.prompts import load_prompts
@@ -22,7 +28,7 @@ from speculators.plan import state_format
 from speculators.serving.client import Completion, VllmClient
 from speculators.serving.vllm_server import VllmServer
 from speculators.store import Store
-from speculators.verifier import resolve_verifier
+from speculators.verifier import Verifier, resolve_verifier
 
 ANSWER_TOKENS = 100
 
@@ -34,19 +40,33 @@ def main() -> None:
     parser.add_argument("--set", "-s", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--context", type=int, default=0)
     arguments = parser.parse_args()
     # Cached prefixes would make the later rounds free.
     caching = 'serving.extra_args=["--no-enable-prefix-caching"]'
     config = load_config(arguments.config, [caching, *arguments.set])
-    asyncio.run(run(config, arguments.prompts, arguments.rounds))
+    asyncio.run(run(config, arguments.prompts, arguments.rounds, arguments.context))
 
 
-async def run(config: RetrainConfig, count: int, rounds: int) -> None:
+def questions(config: RetrainConfig, verifier: Verifier, count: int, context: int) -> list[str]:
+    """First turns of prompts, each after other prompts' text of at least ``context`` tokens, which no two share."""
+    turns = [prompt.turns[0] for prompt in load_prompts(config.regenerate.prompts)]
+    tokenizer = AutoTokenizer.from_pretrained(verifier.path)
+    source, asked = random.Random(0), []
+    for turn in turns[:count]:
+        before: list[str] = []
+        while len(tokenizer.encode("\n".join(before))) < context:
+            before.append(source.choice(turns))
+        asked.append("\n".join([*before, turn]))
+    return asked
+
+
+async def run(config: RetrainConfig, count: int, rounds: int, context: int) -> None:
     """Measure with real servers; the states go to the configured store, and are removed in the end."""
     verifier, store, work = resolve_verifier(config), Store(config.store), Path(config.work_dir)
     plan = StagePlan(Stage.EXTRACT, {"benchmark": time.time(), "states": state_format(config, verifier).to_json()})
     capture = Capture(config, plan, store, verifier)
-    prompts = load_prompts(config.regenerate.prompts, count)
+    prompts = questions(config, verifier, count, context)
     section, slots = config.regenerate, config.extract.concurrency
     with (
         VllmServer(config.serving, verifier.path, work, name="plain") as plain_server,
@@ -58,7 +78,7 @@ async def run(config: RetrainConfig, count: int, rounds: int) -> None:
         ):
 
             async def ask(client: VllmClient, number: int, saved: str) -> Completion:
-                message = {"role": "user", "content": prompts[number].turns[0]}
+                message = {"role": "user", "content": prompts[number]}
                 fields = {"kv_transfer_params": capture.request(saved)} if saved else {}
                 return await client.chat(
                     [message], max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, **fields
@@ -96,11 +116,12 @@ async def run(config: RetrainConfig, count: int, rounds: int) -> None:
                     started = time.monotonic()
                     tokens[case] = await work_on(f"{case}-{number}")
                     seconds[case].append(time.monotonic() - started)
-    capture.refresh()
+        names = ["warm-up", *(f"{case}-{number}" for case in cases if "saved" in case for number in range(rounds))]
+        expected = [f"{name}/{number}" for name in names for number in range(len(prompts))]
+        capture.wait_for(expected)
     saved = sum(len(sidecar.samples) for sidecar in capture.sidecars.values())
-    expected = len(prompts) * (1 + 2 * rounds)
     store.delete(plan.directory)
-    report(seconds, tokens, saved, expected)
+    report(seconds, tokens, saved, len(expected))
 
 
 def report(seconds: dict[str, list[float]], tokens: dict[str, int], saved: int, expected: int) -> None:
